@@ -1,0 +1,25 @@
+"""slurm_resil: keeps large training jobs on Slurm alive.
+
+Public names are loaded on first use, so that hooks and the command line start without torch, h5py or numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slurm_resil.session import Checkpointer as Checkpointer
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Checkpointer": "slurm_resil.session",
+}
+__all__ = ["Checkpointer", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'slurm_resil' has no attribute {name!r}")

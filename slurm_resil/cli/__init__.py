@@ -1,0 +1,1 @@
+"""Command line: thin click groups that parse, call and print."""

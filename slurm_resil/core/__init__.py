@@ -1,0 +1,1 @@
+"""Foundations: the standard library only, imported by everything, importing nothing of this package above it."""

@@ -1,0 +1,117 @@
+"""File operations that survive crashes (temp, fsync, rename, fsync the directory) and refuse links."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from slurm_resil.core.errors import DataError
+
+StrPath = str | os.PathLike[str]
+
+
+def fsync_dir(path: StrPath) -> None:
+    """Make renames and creations in a directory survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: StrPath, data: bytes, *, mode: int = 0o644, sync: bool = True) -> None:
+    """Publish ``data`` at ``path``: readers see the old content or the new one, never a mix.
+
+    Args:
+        path: Final name. Its directory must exist.
+        data: Whole content, bytes.
+        mode: Permission bits of the new file.
+        sync: Also survive a power loss; without it the file survives the process only (enough on tmpfs).
+
+    Raises:
+        OSError: The file system refused; ``path`` is then as it was before.
+    """
+    path = os.fspath(path)
+    parent, name = os.path.split(path)
+    temp = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temp, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
+        raise
+    if sync:
+        fsync_dir(parent or ".")
+
+
+def write_json(path: StrPath, value: Any, *, mode: int = 0o644, sync: bool = True) -> None:
+    """Publish a JSON document at ``path``, see :func:`write_atomic`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    write_atomic(path, text.encode() + b"\n", mode=mode, sync=sync)
+
+
+def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
+    """Read a JSON document.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DataError: It is not JSON, or larger than ``limit_bytes``.
+    """
+    with open(path, "rb") as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise DataError(f"{path} is larger than {limit_bytes} bytes", path=path)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}", path=path) from error
+
+
+def rmtree_at(dir_fd: int, name: str) -> None:
+    """Remove the tree ``name`` below an open directory without following any link.
+
+    Safe on trees that another user can change meanwhile: every level is opened relative to its parent with
+    ``O_NOFOLLOW``. A missing ``name`` is fine.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    try:
+        info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(info.st_mode):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=dir_fd)
+        return
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        for entry in os.listdir(fd):
+            rmtree_at(fd, entry)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+@contextlib.contextmanager
+def open_dir(path: StrPath, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a directory without following a link in its last part; yields the descriptor."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,117 @@
+"""Where everything of a run lies: on a node's burst buffer and on the parallel file system.
+
+Hooks, ranks, agents, movers and the launcher all name files through this module, so that none of them guesses.
+
+Burst buffer, one directory per job and node, mode 0700, owner: the job's user::
+
+    <bb_root>/job-<job id>/
+        run.json                         which run this is (RunInfo as JSON)
+        slots/<rank>-<k>.h5              preallocated slots
+        manifests/<iteration>-<rank>.json   sealed shards; presence means valid
+        durable/<iteration>.json         written by the mover once the PFS file is published
+        continue.json                    the run goes on under this job id: the epilog keeps everything
+        control                          control page, see core.control
+        agent.sock                       the agent's Unix socket
+        agent.log
+
+Parallel file system, one directory per run::
+
+    <prefix_root>/<run id>/
+        ckpt-<iteration>.h5              drained checkpoint, published by rename
+        ckpt-<iteration>.json            its manifest, published last: presence means durable
+        leader.json                      address of the leader, rewritten by each attempt and cycle
+        layout.json                      which node holds which node_rank
+        attempts/<attempt>.json          requeue intents and outcomes
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_ITERATION = re.compile(r"^ckpt-(\d{10})\.json$")
+_MANIFEST = re.compile(r"^(\d{10})-(\d{6})\.json$")
+_DURABLE = re.compile(r"^(\d{10})\.json$")
+
+
+def job_dir(bb_root: str, job_id: int) -> str:
+    """Burst buffer directory of a job on this node."""
+    return os.path.join(bb_root, f"job-{int(job_id)}")
+
+
+def slot(job: str, rank: int, index: int) -> str:
+    """Slot file ``index`` of a rank."""
+    return os.path.join(job, "slots", f"{rank}-{index}.h5")
+
+
+def manifest(job: str, iteration: int, rank: int) -> str:
+    """Manifest of a sealed shard."""
+    return os.path.join(job, "manifests", f"{iteration:010d}-{rank:06d}.json")
+
+
+def parse_manifest(name: str) -> tuple[int, int] | None:
+    """``(iteration, rank)`` of a manifest's file name, or None if it is no manifest."""
+    match = _MANIFEST.match(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def durable(job: str, iteration: int) -> str:
+    """Mark on the burst buffer that the checkpoint is durable."""
+    return os.path.join(job, "durable", f"{iteration:010d}.json")
+
+
+def parse_durable(name: str) -> int | None:
+    """Iteration of a durable mark's file name."""
+    match = _DURABLE.match(name)
+    return int(match[1]) if match else None
+
+
+def run_info(job: str) -> str:
+    """Which run the job's burst buffer directory belongs to."""
+    return os.path.join(job, "run.json")
+
+
+def continues(job: str) -> str:
+    """Mark that the run goes on under the same job id."""
+    return os.path.join(job, "continue.json")
+
+
+def control(job: str) -> str:
+    """Control page of the node."""
+    return os.path.join(job, "control")
+
+
+def agent_socket(job: str) -> str:
+    """Unix socket of the agent. A Unix socket's path is limited to 107 bytes; callers check it."""
+    return os.path.join(job, "agent.sock")
+
+
+def run_dir(prefix_root: str, run_id: str) -> str:
+    """Directory of a run on the parallel file system."""
+    return os.path.join(prefix_root, run_id)
+
+
+def drained(run: str, iteration: int) -> str:
+    """Drained HDF5 file of a checkpoint."""
+    return os.path.join(run, f"ckpt-{iteration:010d}.h5")
+
+
+def drained_manifest(run: str, iteration: int) -> str:
+    """Manifest of a drained checkpoint; its presence means durable."""
+    return os.path.join(run, f"ckpt-{iteration:010d}.json")
+
+
+def parse_drained(name: str) -> int | None:
+    """Iteration of a drained manifest's file name."""
+    match = _ITERATION.match(name)
+    return int(match[1]) if match else None
+
+
+def leader(run: str) -> str:
+    """Address of the run's leader."""
+    return os.path.join(run, "leader.json")
+
+
+def layout(run: str) -> str:
+    """Which node holds which node_rank."""
+    return os.path.join(run, "layout.json")
