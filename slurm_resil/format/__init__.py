@@ -1,0 +1,1 @@
+"""What checkpoint, drain and redundancy share: layout, HDF5 container, manifests."""

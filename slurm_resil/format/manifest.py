@@ -1,0 +1,207 @@
+"""Manifests: what a shard or a drained checkpoint holds, where its bytes lie and what they hash to.
+
+A manifest is published last, by rename; its presence says that what it describes was complete and hashed.
+It carries a hash of itself, so that a torn or edited one is told apart from a good one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+import xxhash
+
+from slurm_resil.core import fsio
+from slurm_resil.core.errors import DataError
+
+VERSION = 1
+BLOCK_BYTES = 4 << 20
+
+
+def digest(data: Any) -> str:
+    """Hash bytes (any buffer): xxh3, 128 bits, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """A hyper-rectangle of a local tensor and its place in the global tensor, in elements."""
+
+    local: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One tensor or array of a shard.
+
+    Attributes:
+        name: Path in the state, parts percent-encoded and joined by ``/``.
+        dtype: ``torch.bfloat16``, ``numpy.int64``...: the exact type in memory.
+        shape: Local shape, elements.
+        offset: Where its bytes start in the slot file, bytes; None for an empty one (zero-size data has no place).
+        nbytes: Size, bytes, contiguous row-major.
+        sharing: ``sharded`` (a part of a global tensor), ``plain`` (every rank has the name; the drain stores it once
+            if all ranks' hashes agree, else per rank) or ``private`` (always per rank).
+        global_shape: Shape of the global tensor; equal to ``shape`` unless sharded.
+        extents: Where the local tensor lies in the global one; empty unless sharded.
+        xxh3: Hash of the bytes, filled in by the seal.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int | None
+    nbytes: int
+    sharing: str = "plain"
+    global_shape: tuple[int, ...] = ()
+    extents: tuple[Extent, ...] = ()
+    xxh3: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """Shared by the manifests: JSON with a hash of itself."""
+
+    version: int = VERSION
+
+    def to_bytes(self) -> bytes:
+        """Serialise, with the self-hash in ``check``."""
+        body = asdict(self)
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        body["check"] = digest(text.encode())
+        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+    def publish(self, path: str, *, sync: bool) -> None:
+        """Write the manifest by rename; do this after everything it describes."""
+        fsio.write_atomic(path, self.to_bytes(), mode=0o600 if not sync else 0o644, sync=sync)
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Read and check a manifest.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DataError: Torn, edited, of another version, or not a manifest of this kind.
+        """
+        raw = fsio.read_json(path)
+        if not isinstance(raw, dict) or "check" not in raw:
+            raise DataError(f"{path} is not a manifest", path=path)
+        check = raw.pop("check")
+        text = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        if digest(text.encode()) != check:
+            raise DataError(f"{path} does not match its own hash", path=path)
+        if raw.get("version") != VERSION:
+            raise DataError(f"{path} has version {raw.get('version')}, this is {VERSION}", path=path)
+        names = {entry.name for entry in fields(cls)}
+        if set(raw) != names:
+            odd = sorted(set(raw) ^ names)
+            raise DataError(f"{path} is not a {cls.__name__}: {', '.join(odd)}", path=path)
+        return cls._from_raw(raw)
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any]) -> Self:
+        raise DataError(f"{cls.__name__} cannot be read")  # every concrete manifest has its own
+
+
+def _item(raw: dict[str, Any]) -> Item:
+    extents = tuple(
+        Extent(local=tuple(e["local"]), start=tuple(e["start"]), shape=tuple(e["shape"]))
+        for e in raw["extents"]
+    )
+    return Item(
+        **{
+            **raw,
+            "shape": tuple(raw["shape"]),
+            "global_shape": tuple(raw["global_shape"]),
+            "extents": extents,
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardManifest(_Document):
+    """One rank's part of a checkpoint in a slot of the burst buffer.
+
+    Attributes:
+        slot: Name of the slot file inside ``slots/``.
+        generation: Stamp of the slot's contents; another stamp in the slot means that it was overwritten.
+        values: Plain values of the state and its structure, JSON (see ckpt.state).
+        costs_s: Measured times by name (``copy``, ``seal``), seconds.
+    """
+
+    run_id: str
+    job_id: int
+    attempt: int
+    iteration: int
+    rank: int
+    world_size: int
+    node: str
+    slot: str
+    generation: int
+    items: tuple[Item, ...]
+    values: Any
+    created_s: float = 0.0
+    costs_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self.items)
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any]) -> Self:
+        return cls(**{**raw, "items": tuple(_item(entry) for entry in raw["items"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainedItem:
+    """One dataset of a drained file.
+
+    Attributes:
+        name: As in :class:`Item`; the values of a rank have the name ``values`` and the dtype ``json``.
+        rank: Rank that owns it (dataset below ``/ranks/<rank>/``), or None for a global tensor (below ``/state/``).
+        offset: Where its bytes start in the file; None for an empty one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int | None
+    nbytes: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainedManifest(_Document):
+    """A checkpoint in one HDF5 file on the parallel file system.
+
+    Attributes:
+        file: Name of the HDF5 file, beside the manifest.
+        file_bytes: Its size.
+        block_bytes: Size of a hashed block; the last one may be shorter.
+        blocks: xxh3 of every block of the file, metadata included, read back from the file.
+        written_bytes: Bytes written by each mover rank, as a record that nobody gathered.
+    """
+
+    run_id: str
+    job_id: int
+    attempt: int
+    iteration: int
+    world_size: int
+    file: str
+    file_bytes: int
+    block_bytes: int
+    blocks: tuple[str, ...]
+    items: tuple[DrainedItem, ...]
+    written_bytes: tuple[int, ...] = ()
+    created_s: float = 0.0
+    costs_s: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any]) -> Self:
+        items = tuple(DrainedItem(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw["items"])
+        blocks, written = tuple(raw["blocks"]), tuple(raw["written_bytes"])
+        return cls(**{**raw, "items": items, "blocks": blocks, "written_bytes": written})
