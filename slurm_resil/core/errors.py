@@ -38,9 +38,7 @@ class ResilError(Exception):
         self.context = context
 
     def __str__(self) -> str:
-        tail = "".join(
-            f" [{key}: {value}]" for key, value in self.context.items() if str(value) not in self.message
-        )
+        tail = "".join(f" [{key}: {value}]" for key, value in self.context.items() if str(value) not in self.message)
         mend = f"; {self.mend}" if self.mend else ""
         return f"{self.message}{mend}{tail}"
 
@@ -56,9 +54,7 @@ class ConfigError(ResilError):
 
     exit_code = EXIT_CONFIG
 
-    def __init__(
-        self, message: str, *, mend: str = "", faults: tuple[str, ...] = (), **context: object
-    ) -> None:
+    def __init__(self, message: str, *, mend: str = "", faults: tuple[str, ...] = (), **context: object) -> None:
         super().__init__(message, mend=mend, **context)
         self.faults = faults
 

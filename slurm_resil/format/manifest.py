@@ -108,8 +108,7 @@ class _Document:
 
 def _item(raw: dict[str, Any]) -> Item:
     extents = tuple(
-        Extent(local=tuple(e["local"]), start=tuple(e["start"]), shape=tuple(e["shape"]))
-        for e in raw["extents"]
+        Extent(local=tuple(e["local"]), start=tuple(e["start"]), shape=tuple(e["shape"])) for e in raw["extents"]
     )
     return Item(
         **{
