@@ -1,0 +1,267 @@
+"""The daemons of a sandbox: how each is started, and how we learn that it serves or why it does not."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_resil.core import fsio
+from slurm_resil.core.errors import ConfigError, ResilError, ServiceError
+from slurm_resil.sandbox import conf
+from slurm_resil.sandbox.hosts import Host
+from slurm_resil.sandbox.procs import Proc, tail, wait_until
+from slurm_resil.sandbox.spec import Layout, SandboxSpec
+
+_SEARCH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
+_PACKAGES = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "scontrol": "slurm-wlm",
+    "munged": "munge",
+    "ip": "iproute2",
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+    "mariadb": "mariadb-client",
+}
+_ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")
+
+
+def find_tools(*, accounting: bool, namespaces: bool) -> dict[str, str]:
+    """Find the programs that the sandbox needs.
+
+    Raises:
+        ConfigError: Some are missing; names the Debian packages.
+    """
+    wanted = ["slurmctld", "slurmd", "scontrol", "munged", *(["ip"] if namespaces else [])]
+    if accounting:
+        wanted += _ACCOUNTING
+    found = {name: shutil.which(name, path=_SEARCH) for name in wanted}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        packages = " ".join(sorted({_PACKAGES[name] for name in missing}))
+        raise ConfigError(
+            f"the sandbox needs {', '.join(missing)}, which this host does not have",
+            mend=f"`apt-get install --no-install-recommends {packages}`",
+        )
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def slurm_version(slurmctld: str) -> tuple[conf.Version, str]:
+    """Ask slurmctld for its version: as numbers, and as it says it.
+
+    Raises:
+        ConfigError: It does not tell one.
+    """
+    try:
+        done = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=30, check=False)
+        text = done.stdout.strip()
+        return conf.parse_version(text), text
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise ConfigError(f"{slurmctld} -V does not tell a version: {error}", path=slurmctld) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Daemons:
+    """Starts the daemons of one sandbox.
+
+    Attributes:
+        tools: Absolute path of each program, by its name.
+    """
+
+    host: Host
+    spec: SandboxSpec
+    layout: Layout
+    at: conf.Endpoints
+    tools: dict[str, str]
+
+    def run(self, argv: list[str], *, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command on the login node as the daemons' user.
+
+        Raises:
+            ServiceError: It failed (with ``check``), or took too long.
+        """
+        command, env, cwd = self.host.command(argv, user=self.at.user, node=None, env={"LC_ALL": "C"}, cwd="/")
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env=env,
+                cwd=cwd,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ServiceError(f"{os.path.basename(argv[0])} did not end within {timeout_s:g} s") from error
+        if check and done.returncode != 0:
+            name = " ".join((os.path.basename(argv[0]), *argv[1:3]))
+            raise ServiceError(
+                f"{name} failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}"
+            )
+        return done
+
+    def failure(self, what: str, *logs: str) -> ResilError:
+        """The error for a daemon that does not come up, with what its logs say."""
+        quotes = []
+        for name in logs:
+            text = tail(self.layout.log / name, only_errors=True)
+            if text:
+                quotes.append(f"--- {name}\n{text}")
+        text = "\n".join((what, *quotes))
+        extra = self.spec.slurm_conf_extra
+        if extra is not None:
+            text = text.replace(str(self.layout.etc / "extra.conf"), str(extra))
+        return ConfigError(text)
+
+    def _alive_or_fail(self, proc: Proc, name: str, *logs: str) -> None:
+        if not proc.alive:
+            raise self.failure(f"{name} ended at its start", *logs)
+
+    def munged(self) -> None:
+        """Start munged with a key of its own and wait for its socket."""
+        key = self.layout.etc / "munge.key"
+        fsio.write_atomic(key, os.urandom(1024), mode=0o400, sync=False)
+        socket_path = self.at.munge_socket or "/run/munge/munge.socket.2"
+        run = self.layout.run
+        argv = [
+            self.tools["munged"],
+            "--foreground",
+            f"--key-file={key}",
+            f"--socket={socket_path}",
+            f"--pid-file={run / 'munged.pid'}",
+            f"--seed-file={run / 'munged.seed'}",
+            f"--log-file={self.layout.log / 'munged.log'}",
+        ]
+        proc = self.host.spawn("munged", argv)
+        seen = Path(socket_path) if self.at.munge_socket else Path(f"/proc/{proc.pid}/root{socket_path}")
+
+        def serving() -> bool:
+            self._alive_or_fail(proc, "munged", "munged.out", "munged.log")
+            return seen.exists()
+
+        wait_until("the socket of munged", serving, timeout_s=20.0)
+
+    def slurmctld(self, *, first: bool = False) -> Proc:
+        """Start slurmctld. ``first``: with an empty state."""
+        argv = [self.tools["slurmctld"], "-D", "-f", str(self.layout.slurm_conf), *(["-c"] if first else [])]
+        return self.host.spawn("slurmctld", argv)
+
+    def slurmd(self, node: str) -> Proc:
+        """Start a node and its slurmd, as after a boot."""
+        argv = [self.tools["slurmd"], "-D", "-b", "-f", str(self.layout.slurm_conf), "-N", node]
+        return self.host.start_node(node, argv)
+
+    def accounting(self) -> None:
+        """Start MariaDB and slurmdbd, and enter the cluster, an account and the users."""
+        data = self.layout.state / "db"
+        user = self.at.user
+        password = secrets.token_hex(16)
+        self.run(
+            [
+                self.tools["mariadb-install-db"],
+                "--no-defaults",
+                f"--datadir={data}",
+                f"--user={user}",
+                "--skip-test-db",
+                "--skip-name-resolve",
+                "--auth-root-authentication-method=socket",
+                f"--auth-root-socket-user={user}",
+                "--innodb-log-file-size=8M",
+            ],
+            timeout_s=120.0,
+        )
+        socket_path = self.layout.run / "db.sock"
+        init = self.layout.etc / "db.sql"
+        sql = f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\nGRANT ALL ON *.* TO 'slurm'@'127.0.0.1';\n"
+        fsio.write_atomic(init, sql.encode(), mode=0o600, sync=False)
+        argv = [
+            self.tools["mariadbd"],
+            "--no-defaults",
+            f"--datadir={data}",
+            f"--user={user}",
+            f"--socket={socket_path}",
+            f"--pid-file={self.layout.run / 'db.pid'}",
+            f"--init-file={init}",
+            "--bind-address=127.0.0.1",
+            f"--port={self.at.db_port}",
+            "--skip-name-resolve",
+            "--innodb-log-file-size=8M",
+            "--innodb-buffer-pool-size=64M",
+            "--innodb-flush-log-at-trx-commit=0",
+            "--innodb-lock-wait-timeout=900",
+        ]
+        database = self.host.spawn("mariadbd", argv)
+
+        def database_serves() -> bool:
+            self._alive_or_fail(database, "mariadbd", "mariadbd.out")
+            return socket_path.exists()
+
+        wait_until("the socket of mariadbd", database_serves, timeout_s=60.0)
+        text = conf.slurmdbd_conf(self.layout, self.at, password)
+        fsio.write_atomic(self.layout.etc / "slurmdbd.conf", text.encode(), mode=0o600, sync=False)
+        dbd = self.host.spawn("slurmdbd", [self.tools["slurmdbd"], "-D"])
+        sacctmgr = str(Path(self.tools["scontrol"]).with_name("sacctmgr"))
+
+        def entered() -> bool:
+            self._alive_or_fail(dbd, "slurmdbd", "slurmdbd.out", "slurmdbd.log")
+            return self.run([sacctmgr, "-i", "add", "cluster", "sandbox"], check=False).returncode == 0
+
+        wait_until("an answer of slurmdbd", entered, timeout_s=60.0, poll_s=0.2)
+        self.run([sacctmgr, "-i", "add", "account", "lab", "cluster=sandbox", "description=lab", "organization=lab"])
+        names = "alice,bob,root" if self.at.private else self.at.user
+        self.run([sacctmgr, "-i", "add", "user", names, "account=lab", "cluster=sandbox"])
+
+    def node_states(self) -> dict[str, str]:
+        """Slurm's state of each node, such as ``idle`` or ``down*``; empty if unknown."""
+        done = self.run(["sinfo", "-h", "-N", "-o", "%N %T"], timeout_s=20.0, check=False)
+        if done.returncode != 0:
+            return {}
+        return dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
+
+    def wait_idle(self, controller: Proc, nodes: dict[str, Proc]) -> None:
+        """Wait until all nodes are idle.
+
+        Raises:
+            ConfigError: A daemon ended, or they were not in time; quotes the log of the daemon at fault.
+        """
+        states: dict[str, str] = {}
+
+        def idle() -> bool:
+            nonlocal states
+            self._alive_or_fail(controller, "slurmctld", "slurmctld.out", "slurmctld.log")
+            for name, proc in nodes.items():
+                self._alive_or_fail(proc, f"node {name}", f"{name}.out", f"slurmd-{name}.log")
+            states = self.node_states()
+            return len(states) == len(nodes) and all(state in ("idle", "reserved") for state in states.values())
+
+        try:
+            wait_until("all nodes idle", idle, timeout_s=self.spec.start_timeout_s, poll_s=0.1)
+        except ServiceError as error:
+            bad = [name for name in nodes if states.get(name) not in ("idle", "reserved")]
+            logs = [f"slurmd-{bad[0]}.log", f"{bad[0]}.out"] if bad and states else []
+            said = ", ".join(f"{name} {states.get(name, 'unknown')}" for name in bad)
+            raise self.failure(f"{error}; {said}", *logs, "slurmctld.out", "slurmctld.log") from error
+
+    def make_spares(self) -> None:
+        """Reserve the spare pool: nobody's jobs run there until a reservation that overlaps it lets one in."""
+        if not self.spec.spares:
+            return
+        self.run(
+            [
+                self.tools["scontrol"],
+                "create",
+                "reservation",
+                "ReservationName=spares",
+                f"Nodes={','.join(self.spec.spare_names)}",
+                f"Users={self.at.user}",
+                "StartTime=now",
+                "Duration=UNLIMITED",
+                "Flags=IGNORE_JOBS",
+            ]
+        )
