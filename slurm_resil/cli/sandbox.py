@@ -21,19 +21,11 @@ _SIZE = re.compile(r"^(\d+)\s*([KMGT]?)(?:i?B)?$", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes such as ``512M`` or ``2G``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse it."""
-        if isinstance(value, int):
-            return value
-        match = _SIZE.match(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size such as 512M or 2G", param, ctx)
-        return int(match[1]) * _UNITS[match[2].upper()]
+def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    match = _SIZE.match(value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a size such as 512M or 2G")
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def _absolute(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Path | None:
@@ -68,7 +60,7 @@ def sandbox() -> None:
 @click.option("--cpus", type=int, default=4, show_default=True, help="CPUs that Slurm believes each node has.")
 @click.option("--spares", type=int, default=0, show_default=True, help="Keep the last so many nodes in a reservation.")
 @click.option("--accounting", is_flag=True, help="Run slurmdbd with a MariaDB of its own.")
-@click.option("--bb-size", type=Size(), default="2G", show_default=True, help="Burst buffer of each node.")
+@click.option("--bb-size", callback=_size, default="2G", show_default=True, help="Burst buffer of each node.")
 @click.option("--grace-time", type=int, default=20, show_default=True, help="GraceTime of partition train, seconds.")
 @_file_option("--prolog", "Program for Prolog.")
 @_file_option("--epilog", "Program for Epilog.")
