@@ -1,0 +1,1 @@
+"""Start, watch, restart and requeue the ranks of a job."""

@@ -1,0 +1,202 @@
+"""Command lines and environments of everything the launcher starts. Pure.
+
+The environment of a batch script carries the *job's* shape (``SLURM_NTASKS``, ``SLURM_NNODES``...), which srun takes
+for the step's: a step on fewer nodes than the job then fails or gets another shape. So every one of those variables
+is taken out and the step's shape is said on the command line.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slurm_resil.core.errors import UsageError
+from slurm_resil.core.model import RunInfo
+from slurm_resil.launch.layout import Layout, rendezvous_port
+from slurm_resil.launch.rank import LAYOUT
+
+# the shape of the job or of another step, and preferences that would change what the command line says
+# fmt: off
+TRAPS = frozenset((
+    "SLURM_CLUSTERS_LIST", "SLURM_CORE_SPEC", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE", "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_EXACT",
+    "SLURM_EXCLUSIVE", "SLURM_EXPORT_ENV", "SLURM_GTIDS", "SLURM_HINT", "SLURM_HOSTFILE", "SLURM_IMMEDIATE",
+    "SLURM_JOB_NUM_NODES", "SLURM_KILL_BAD_EXIT", "SLURM_LABELIO", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID",
+    "SLURM_MEM_BIND", "SLURM_MEM_BIND_LIST", "SLURM_MEM_BIND_PREFER", "SLURM_MEM_BIND_SORT", "SLURM_MEM_BIND_TYPE",
+    "SLURM_MEM_BIND_VERBOSE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_MPI_TYPE",
+    "SLURM_NNODES", "SLURM_NODEID", "SLURM_NODELIST", "SLURM_NO_KILL", "SLURM_NPROCS", "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_TRES", "SLURM_OVERCOMMIT", "SLURM_OVERLAP", "SLURM_PROCID", "SLURM_QUIT_ON_INTERRUPT",
+    "SLURM_RELATIVE", "SLURM_RESV_PORTS", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_STDERRMODE",
+    "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_THREADS",
+    "SLURM_THREADS_PER_CORE", "SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", "SLURM_UNBUFFEREDIO", "SLURM_UNBUFFERED_IO",
+    "SLURM_WAIT", "SRUN_CPUS_PER_TASK",
+))
+# fmt: on
+TRAP_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "SLURM_PMI", "SLURM_HET_SIZE")
+GPU_TRAPS = frozenset(("SLURM_GRES", "SLURM_STEP_GRES", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"))
+LAYOUT_LIMIT_BYTES = 100_000  # Linux takes 128 KiB per variable
+
+# options of ours that a user may not change through --srun-arg: the places of ranks hang on them
+FIXED_OPTIONS = (
+    "--nodes",
+    "-N",
+    "--ntasks",
+    "-n",
+    "--ntasks-per-node",
+    "--nodelist",
+    "-w",
+    "--export",
+    "--exclude",
+    "-x",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One process to start.
+
+    Attributes:
+        argv: Program and arguments.
+        env: Its whole environment.
+        title: What it is, for logs.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    title: str
+
+    def __str__(self) -> str:
+        return shlex.join(self.argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the command lines are made from; the same for a whole attempt.
+
+    Attributes:
+        info: Run, job, attempt; ``cycle`` is given apart.
+        layout: Places.
+        addresses: Address of each node by name, where ranks and agents meet.
+        run_dir: Run's directory on the parallel file system.
+        job_dir: Job's directory in the burst buffer, the same path on every node.
+        leader: ``host:port`` of the leader.
+        python: Interpreter with this package.
+        base_env: Environment of the launcher.
+        srun: Program name or path.
+        srun_args: More srun arguments for the ranks, from the user.
+    """
+
+    info: RunInfo
+    layout: Layout
+    addresses: Mapping[str, str]
+    run_dir: str
+    job_dir: str
+    leader: str
+    python: str
+    base_env: Mapping[str, str] = field(repr=False)
+    srun: str = "srun"
+    srun_args: tuple[str, ...] = ()
+
+
+def clean(env: Mapping[str, str], *, keep_gpus: bool = True) -> dict[str, str]:
+    """Environment without the traps."""
+    drop = TRAPS if keep_gpus else TRAPS | GPU_TRAPS
+    return {name: value for name, value in env.items() if name not in drop and not name.startswith(TRAP_PREFIXES)}
+
+
+def check_srun_args(arguments: Sequence[str]) -> None:
+    """Refuse arguments that would move ranks.
+
+    Raises:
+        UsageError: Names the argument.
+    """
+    for argument in arguments:
+        name = argument.split("=")[0]
+        short = argument[:2] if argument.startswith("-") and not argument.startswith("--") else name
+        if name in FIXED_OPTIONS or short in FIXED_OPTIONS:
+            raise UsageError(
+                f"--srun-arg {argument}: the launcher sets {short if short in FIXED_OPTIONS else name} itself",
+                mend="use --nodes and --ranks-per-node",
+            )
+
+
+def layout_variable(layout: Layout, run_dir: str) -> tuple[str, str]:
+    """Value of the layout variable, and the text of the file that it names (empty: no file is needed)."""
+    text = ",".join(layout.nodes)
+    if len(text) <= LAYOUT_LIMIT_BYTES:
+        return text, ""
+    return f"@{run_dir}/layout.names", text
+
+
+def resil_env(job: Job, cycle: int, env: dict[str, str]) -> dict[str, str]:
+    """Add what agents and ranks are told, in place."""
+    layout = job.layout
+    master = layout.nodes[0]
+    env.update(
+        {
+            "SLURM_RESIL": "1",
+            "SLURM_RESIL_RUN_ID": job.info.run_id,
+            "SLURM_RESIL_LEADER": job.leader,
+            "SLURM_RESIL_ATTEMPT": str(job.info.attempt),
+            "SLURM_RESIL_CYCLE": str(cycle),
+            "SLURM_RESIL_NODES": str(len(layout.nodes)),
+            "SLURM_RESIL_RANKS_PER_NODE": str(layout.ranks_per_node),
+            "SLURM_RESIL_WORLD_SIZE": str(layout.world_size),
+            LAYOUT: layout_variable(layout, job.run_dir)[0],
+            "MASTER_ADDR": job.addresses.get(master, master),
+            "MASTER_PORT": str(rendezvous_port(job.info.job_id, job.info.attempt, cycle)),
+        }
+    )
+    return env
+
+
+def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str]:
+    return [
+        job.srun,
+        "--overlap",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes) * per_node}",
+        f"--ntasks-per-node={per_node}",
+        f"--nodelist={','.join(nodes)}",
+        f"--job-name={name}",
+        "--cpu-bind=none",
+        "--export=ALL",
+        "--input=none",
+        "--quit-on-interrupt",
+        "--wait=0",
+    ]
+
+
+def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
+    """One srun for all ranks of a cycle."""
+    argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, f"resil-ranks-{cycle}")
+    argv += ["--kill-on-bad-exit=1", "--label", "--unbuffered", "--mpi=none", *job.srun_args]
+    argv += [job.python, "-m", "slurm_resil.launch.rank", "--", *command]
+    env = resil_env(job, cycle, clean(job.base_env))
+    return Command(argv=tuple(argv), env=env, title=f"ranks of cycle {cycle}")
+
+
+def agents(job: Job, cycle: int, nodes: Sequence[str]) -> Command:
+    """One srun for the agents of some nodes; a dead agent or node does not take the others along."""
+    argv = _shape(job, nodes, 1, "resil-agent")
+    argv += ["--kill-on-bad-exit=0", "--no-kill", "--mpi=none", "--gres=none"]
+    argv += [job.python, "-m", "slurm_resil", "agent"]
+    env = resil_env(job, cycle, clean(job.base_env, keep_gpus=False))
+    return Command(argv=tuple(argv), env=env, title=f"agents of {','.join(nodes)}")
+
+
+def mover_args(job: Job, iteration: int, cap_bytes_s: int | None) -> list[str]:
+    """Arguments of the drain itself, without a launcher."""
+    argv = [job.python, "-m", "slurm_resil", "mover", "drain"]
+    argv += ["--run-dir", job.run_dir, "--job-dir", job.job_dir, "--iteration", str(iteration), "--json"]
+    return argv + (["--cap", str(cap_bytes_s)] if cap_bytes_s else [])
+
+
+def mover(job: Job, iteration: int, cap_bytes_s: int | None) -> Command:
+    """One short MPI step that drains a checkpoint, one process per node."""
+    argv = _shape(job, job.layout.nodes, 1, f"resil-drain-{iteration}")
+    argv += ["--kill-on-bad-exit=1", "--mpi=pmi2", "--gres=none", *mover_args(job, iteration, cap_bytes_s)]
+    env = resil_env(job, 0, clean(job.base_env, keep_gpus=False))
+    return Command(argv=tuple(argv), env=env, title=f"drain of iteration {iteration}")

@@ -1,0 +1,215 @@
+"""What the launcher's policy hears (events) and what it asks for (actions). Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slurm_resil.core.model import Level, NoticeKind
+from slurm_resil.launch.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick(Event):
+    """Time has passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """The leader has decided what the ranks of a cycle start from; 0: a fresh start."""
+
+    iteration: int
+    cycle: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedAll(Event):
+    """Every rank has sealed its shard of an iteration."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noticed(Event):
+    """A reason to checkpoint now; ``deadline`` is on the policy's clock, seconds."""
+
+    kind: NoticeKind
+    stop: bool
+    deadline: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReached(Event):
+    """All ranks have saved at the iteration of a stop, and end now."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event):
+    """The leader does not hear from the agent of a node."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Event):
+    """Answer to a Probe: which slurmd answer."""
+
+    alive: Mapping[str, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksEnded(Event):
+    """The step of the ranks ended; ``at`` is the iteration that they had reached, None if unknown."""
+
+    verdict: Verdict
+    at: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoverEnded(Event):
+    """A drain ended."""
+
+    iteration: int
+    ok: bool
+    duration_s: float
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Event):
+    """The launcher itself got a signal."""
+
+    signum: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Event):
+    """Answer to a Continue or a Hold.
+
+    Attributes:
+        accepted: Somebody has taken the job over: Slurm will kill this attempt.
+        final: Asking again is of no use.
+        words: What was said.
+    """
+
+    accepted: bool
+    final: bool = False
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """Something to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartCycle(Action):
+    """Start the ranks (and agents that are missing) as a cycle, after a delay."""
+
+    cycle: int
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillRanks(Action):
+    """Kill the step of the ranks, without waiting for it."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain(Action):
+    """Start the drain of a checkpoint; ``capped``: within the configured bandwidth."""
+
+    iteration: int
+    capped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelDrain(Action):
+    """Kill the running drain; what it wrote is not published and the next one starts over."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellDurable(Action):
+    """Tell the leader, and through it agents and ranks, that an iteration is durable."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Action):
+    """Ask the slurmd of every node whether it is there, after a delay."""
+
+    why: str
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartAgent(Action):
+    """Start the agent of a node again."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notify(Action):
+    """Give the leader a notice of our own."""
+
+    kind: NoticeKind
+    deadline_in_s: float | None
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continue(Action):
+    """Have the job started again: write the intent, mark the nodes, then ask engine or Slurm.
+
+    Attributes:
+        reason: ``walltime``, ``preemption``, ``node_loss``...
+        bad_nodes: Nodes that the job must not get again.
+        iteration: Newest checkpoint that the next attempt can restore.
+        level: How safe that checkpoint is.
+        alone: Do not ask the engine: it took the job over and nothing came of it.
+    """
+
+    reason: str
+    bad_nodes: tuple[str, ...] = ()
+    iteration: int = 0
+    level: Level = Level.LOCAL
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold(Action):
+    """Requeue the job held, with the reason in its comment."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Action):
+    """End the launcher: agents are told goodbye, then exit with the code."""
+
+    code: int
+    words: str
+    done: bool = False  # the training is complete: nothing continues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Action):
+    """A line for people and the event log."""
+
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,446 @@
+"""What the launcher does about what happens: events in, actions out. No I/O, no clock of its own.
+
+Phases::
+
+    RUNNING ──stop notice──▶ STOPPING ──saved, drained, ranks gone (or no time left)──▶ CONTINUING ──accepted──▶ WAITING
+       │  ▲                                                                          ▲                        │
+       │  └─ranks failed, nodes healthy: next cycle                      node lost ──┘            killed by Slurm
+       └──ranks ended well (or no restart is left)──▶ FINISHING ──newest checkpoint durable──▶ DONE
+
+Times are seconds on one monotonic clock that the caller passes in.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
+from slurm_resil.core.model import Level, NoticeKind
+from slurm_resil.launch import moves as m
+from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
+from slurm_resil.launch.verdict import Verdict
+
+
+class Phase(enum.StrEnum):
+    """Where the attempt is, see the module."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHING = "finishing"
+    CONTINUING = "continuing"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Bounds and margins.
+
+    Attributes:
+        max_restarts: Restarts of the ranks inside an attempt without progress.
+        max_idle_attempts: Attempts in a row that gain no iteration before the job is held.
+        can_continue: Whether Slurm would requeue the job.
+        why_not: Why not.
+        margin_s: Time before a deadline at which the requeue is asked for, whatever is not done by then.
+        kill_wait_s: Slurm's KillWait: from SIGTERM to SIGKILL.
+        leave_s: How long ranks may take to end by themselves once their stop is durable.
+        drain_guess_s: Cost of a drain before one was measured.
+        drain_tries: Attempts to drain one checkpoint before it is left in the burst buffer.
+        agent_restarts: How often the agent of one node is started again.
+        unsure_probes: Probes of a node whose slurmd is silent while its agent is heard.
+        retry_s: Wait before asking again for a requeue that nobody answered.
+        takeover_s: How long the engine may take from accepting the job to killing this attempt.
+    """
+
+    max_restarts: int = 3
+    max_idle_attempts: int = 3
+    can_continue: bool = True
+    why_not: str = ""
+    margin_s: float = 4.0
+    kill_wait_s: float = 30.0
+    leave_s: float = 10.0
+    drain_guess_s: float = 5.0
+    drain_tries: int = 3
+    agent_restarts: int = 2
+    unsure_probes: int = 6
+    retry_s: float = 2.0
+    takeover_s: float = 60.0
+
+
+class Policy:
+    """State of one attempt; :meth:`on` is its only door.
+
+    Args:
+        nodes: Nodes that run ranks, by node_rank.
+        rules: Bounds and margins.
+        durable: Newest durable iteration at the start, 0 if none.
+        history: Attempts before this one, for the loop guard.
+    """
+
+    def __init__(
+        self, nodes: Sequence[str], rules: Rules, *, durable: int = 0, history: Sequence[AttemptRecord] = ()
+    ) -> None:
+        self.nodes = tuple(nodes)
+        self.rules = rules
+        self.history = tuple(history)
+        self.phase = Phase.RUNNING
+        self.cycle = 0
+        self.sealed = 0
+        self.durable = durable
+        self.ranks_up = False
+        self.budget = RestartBudget(bound=rules.max_restarts)
+        self.exit = (0, "")
+        # the stop
+        self.kinds: set[NoticeKind] = set()
+        self.deadline: float | None = None
+        self.stop_at: int | None = None
+        self.leave_since: float | None = None
+        self.asked = 0
+        # the mover
+        self.moving: int | None = None
+        self.moving_capped = False
+        self.drain_cost_s = rules.drain_guess_s
+        self.drain_next = 0.0
+        self.drain_failures: dict[int, int] = {}
+        # nodes
+        self.lost: dict[str, str] = {}
+        self.probing = False
+        self.probes = 0
+        self.agent_restarts: dict[str, int] = {}
+        self.ended: m.RanksEnded | None = None
+        # the requeue
+        self.request: m.Continue | m.Hold | None = None
+        self.retry_at: float | None = None
+        self.accepted_at = 0.0
+
+    def start(self) -> list[m.Action]:
+        """Actions of the beginning."""
+        self.ranks_up = True
+        return [m.StartCycle(cycle=0)]
+
+    def on(self, event: m.Event, now: float) -> list[m.Action]:
+        """Hear an event; returns what to do, in order."""
+        if self.phase is Phase.DONE:
+            return []
+        match event:
+            case m.Restored():
+                actions = self._restored(event)
+            case m.SealedAll():
+                self.sealed = max(self.sealed, event.iteration)
+                actions = [_report("sealed", iteration=event.iteration)]
+            case m.Noticed():
+                actions = self._noticed(event)
+            case m.StopReached():
+                actions = self._stop_reached(event)
+            case m.NodeLost():
+                actions = self._node_lost(event)
+            case m.Probed():
+                actions = self._probed(event, now)
+            case m.RanksEnded():
+                actions = self._ranks_ended(event)
+            case m.MoverEnded():
+                actions = self._mover_ended(event, now)
+            case m.Asked():
+                actions = self._asked(event, now)
+            case m.Continued():
+                actions = self._continued(event, now)
+            case _:
+                actions = []
+        return actions + self._advance(now)
+
+    # events
+
+    def _restored(self, event: m.Restored) -> list[m.Action]:
+        # restored from the burst buffers: a checkpoint that the attempt before had no time to drain
+        self.sealed = max(self.sealed, event.iteration)
+        actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
+        # a person who released a held job may try once more
+        if event.cycle or (self.history and self.history[-1].held):
+            return actions
+        why = why_hold(self.history, event.iteration, self.rules.max_idle_attempts)
+        if why is None:
+            return actions
+        actions += [_report("held", reason=why), m.KillRanks(why=why)]
+        return actions + self._request(m.Hold(reason=why))
+
+    def _noticed(self, event: m.Noticed) -> list[m.Action]:
+        fields = {"kind": str(event.kind), "stop": event.stop, "source": event.source}
+        if not event.stop:
+            return [_report("notice", **fields)]
+        new = event.kind not in self.kinds
+        self.kinds.add(event.kind)
+        if event.deadline is not None:
+            self.deadline = event.deadline if self.deadline is None else min(self.deadline, event.deadline)
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.STOPPING
+        return [_report("notice", **fields)] if new else []
+
+    def _stop_reached(self, event: m.StopReached) -> list[m.Action]:
+        self.stop_at = event.iteration
+        self.sealed = max(self.sealed, event.iteration)
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.STOPPING
+        actions: list[m.Action] = [_report("stop", iteration=event.iteration)]
+        if self.moving is not None and (self.moving != event.iteration or self.moving_capped):
+            actions.append(m.CancelDrain(why=f"iteration {event.iteration} is the one to keep, without a cap"))
+        return actions
+
+    def _node_lost(self, event: m.NodeLost) -> list[m.Action]:
+        if self.phase in (Phase.CONTINUING, Phase.WAITING):
+            return []
+        self.lost[event.node] = event.why
+        return self._probe(f"{event.node}: {event.why}")
+
+    def _probe(self, why: str, delay_s: float = 0.0) -> list[m.Action]:
+        if self.probing:
+            return []
+        self.probing = True
+        return [m.Probe(why=why, delay_s=delay_s)]
+
+    def _probed(self, event: m.Probed, now: float) -> list[m.Action]:
+        self.probing = False
+        if self.phase in (Phase.CONTINUING, Phase.WAITING):
+            return []
+        dead = [node for node in self.nodes if not event.alive.get(node, True)]
+        certain = [node for node in dead if node in self.lost]
+        if dead and not certain and self.probes < self.rules.unsure_probes:
+            # slurmd may be restarting: the agent's silence decides, for a bounded time
+            self.probes += 1
+            return self._probe(f"{','.join(dead)}: slurmd is silent, its agent is not", delay_s=1.0)
+        self.probes = 0
+        if dead:
+            return self._nodes_dead(dead)
+        actions: list[m.Action] = []
+        if self.ended is not None:
+            ended, self.ended, self.lost = self.ended, None, {}
+            return self._ranks_failed(ended)
+        for node, why in self.lost.items():
+            used = self.agent_restarts.get(node, 0)
+            if used >= self.rules.agent_restarts:
+                words = f"the agent of {node} ended {used + 1} times ({why}) although the node is there"
+                actions += [_report("agent_given_up", node=node, why=why), m.KillRanks(why=words)]
+            else:
+                self.agent_restarts[node] = used + 1
+                actions += [_report("agent_lost", node=node, why=why), m.RestartAgent(node=node)]
+        self.lost = {}
+        return actions
+
+    def _nodes_dead(self, dead: list[str]) -> list[m.Action]:
+        why = "; ".join(f"{node}: {self.lost.get(node, 'slurmd does not answer')}" for node in dead)
+        self.ended = None
+        actions: list[m.Action] = [
+            _report("node_lost", nodes=dead, why=why, durable=self.durable, sealed=self.sealed),
+            m.KillRanks(why=f"lost {', '.join(dead)}"),
+        ]
+        if self.moving is not None:
+            actions.append(m.CancelDrain(why=f"lost {', '.join(dead)}"))
+        if not self.rules.can_continue:
+            words = f"lost {', '.join(dead)} and the job cannot be requeued: {self.rules.why_not}"
+            return [*actions, *self._finish(EXIT_TRY_AGAIN, words)]
+        # what only the dead nodes held is gone: the drained checkpoint counts
+        request = m.Continue(reason="node_loss", bad_nodes=tuple(dead), iteration=self.durable, level=Level.DURABLE)
+        return actions + self._request(request)
+
+    def _ranks_ended(self, event: m.RanksEnded) -> list[m.Action]:
+        self.ranks_up = False
+        verdict = event.verdict
+        actions: list[m.Action] = [
+            _report("ranks_ended", code=verdict.code, rank=verdict.rank, node=verdict.node, words=verdict.words)
+        ]
+        if self.phase in (Phase.CONTINUING, Phase.WAITING, Phase.FINISHING) or self.stop_at is not None:
+            return actions
+        if verdict.ok:
+            return actions + self._finishing(0, verdict.words)
+        self.ended = event
+        return actions + self._probe(f"ranks ended: {verdict.words}")
+
+    def _ranks_failed(self, event: m.RanksEnded) -> list[m.Action]:
+        if self.stop_at is not None:
+            return []
+        if self.phase is Phase.STOPPING:
+            # they died on the way to the stop: the newest sealed checkpoint is what there is
+            self.stop_at = max(self.sealed, self.durable)
+            return [_report("stop", iteration=self.stop_at, words="the ranks died before they saved")]
+        restorable = max(self.sealed, self.durable)
+        self.budget, why = self.budget.failed(event.verdict, restorable=restorable, at=event.at)
+        if why is not None:
+            return [_report("give_up", words=why), *self._finishing(event.verdict.code, why)]
+        self.cycle += 1
+        self.ranks_up = True
+        delay = 0.0 if self.budget.used <= 1 else float(2 ** (self.budget.used - 2))
+        if event.verdict.launch_failed:
+            delay = max(delay, 2.0)
+        words = event.verdict.words
+        report = _report("restart", cycle=self.cycle, why=words, restart=self.budget.used, of=self.budget.bound)
+        return [report, m.StartCycle(cycle=self.cycle, delay_s=delay)]
+
+    def _mover_ended(self, event: m.MoverEnded, now: float) -> list[m.Action]:
+        self.moving = None
+        if event.ok:
+            self.durable = max(self.durable, event.iteration)
+            self.drain_cost_s = event.duration_s
+            self.drain_next = now + event.duration_s  # at most half of the time
+            seconds = round(event.duration_s, 3)
+            return [
+                m.TellDurable(iteration=event.iteration),
+                _report("durable", iteration=event.iteration, seconds=seconds),
+            ]
+        if self.phase in (Phase.CONTINUING, Phase.WAITING):
+            return []
+        if self.stop_at is None or event.iteration == self.stop_at:
+            self.drain_failures[event.iteration] = self.drain_failures.get(event.iteration, 0) + 1
+        self.drain_next = now + self.rules.retry_s
+        return [_report("drain_failed", iteration=event.iteration, words=event.words)]
+
+    def _asked(self, event: m.Asked, now: float) -> list[m.Action]:
+        if self.phase is Phase.WAITING:
+            return self._finish(EXIT_TRY_AGAIN, "the job starts again")
+        self.asked += 1
+        code = 128 + event.signum
+        if event.signum == signal.SIGINT and self.asked > 1:
+            return [m.KillRanks(why="interrupted twice"), *self._finish(code, "interrupted twice")]
+        limit = self.rules.kill_wait_s if event.signum == signal.SIGTERM else None
+        if limit is not None and self.phase is Phase.STOPPING:
+            self.deadline = min(self.deadline or now + limit, now + limit)
+        if self.asked > 1 or self.phase is not Phase.RUNNING:
+            return []
+        name = signal.Signals(event.signum).name
+        return [m.Notify(kind=NoticeKind.PERSON, deadline_in_s=limit, source=f"launcher got {name}")]
+
+    def _continued(self, event: m.Continued, now: float) -> list[m.Action]:
+        if self.phase is not Phase.CONTINUING:
+            return []
+        if event.accepted:
+            self.phase = Phase.WAITING
+            self.accepted_at = now
+            return [_report("requeued", words=event.words)]
+        if event.final:
+            words = f"the job is not continued: {event.words}"
+            return [_report("not_requeued", words=event.words), *self._finish(EXIT_TRY_AGAIN, words)]
+        self.retry_at = now + self.rules.retry_s
+        return [_report("requeue_retry", words=event.words)]
+
+    # time and consequences
+
+    def _advance(self, now: float) -> list[m.Action]:
+        if self.phase is Phase.STOPPING and self._leave(now):
+            return self._stopped()
+        if self.phase is Phase.FINISHING and self.moving is None and self._target() is None:
+            return self._finished()
+        if self.phase is Phase.CONTINUING and self.retry_at is not None and now >= self.retry_at:
+            self.retry_at = None
+            assert self.request is not None
+            return [self.request]
+        if self.phase is Phase.WAITING and now >= self.accepted_at + self.rules.takeover_s:
+            return self._takeover_failed()
+        return self._maybe_drain(now)
+
+    def _leave(self, now: float) -> bool:
+        """Whether the stop is over: everything is done, or the deadline is near."""
+        if self.deadline is not None and now >= self.deadline - self.rules.margin_s:
+            return True
+        if self.stop_at is None or self.moving is not None or self._target() is not None:
+            return False
+        if self.leave_since is None:
+            self.leave_since = now
+        return not self.ranks_up or now >= self.leave_since + self.rules.leave_s
+
+    def _stopped(self) -> list[m.Action]:
+        actions: list[m.Action] = []
+        if self.ranks_up:
+            late = "the deadline is near" if self.stop_at is None else "the stop is saved"
+            actions.append(m.KillRanks(why=late))
+        if self.moving is not None:
+            actions.append(m.CancelDrain(why="the deadline is near"))
+        newest = max(self.sealed, self.durable)
+        level = Level.DURABLE if self.durable >= newest else Level.LOCAL
+        going_on = self.kinds - {NoticeKind.PERSON, NoticeKind.CADENCE}
+        if going_on and self.rules.can_continue:
+            reason = str(sorted(going_on)[0])
+            return actions + self._request(m.Continue(reason=reason, iteration=newest, level=level))
+        saved = f"checkpoint of iteration {newest} is {level.name.lower()}"
+        if self.stop_at is None:
+            words = f"stopped before the ranks could save; {saved}"
+        elif going_on:
+            words = f"{saved}; the job cannot be requeued: {self.rules.why_not}"
+        else:
+            words = f"stopped as asked; {saved}"
+        return actions + self._finish(EXIT_TRY_AGAIN, words)
+
+    def _finishing(self, code: int, words: str) -> list[m.Action]:
+        self.phase = Phase.FINISHING
+        self.exit = (code, words)
+        if self.moving is not None and (self.moving != self.sealed or self.moving_capped):
+            return [m.CancelDrain(why=f"iteration {self.sealed} is the last one")]
+        return []
+
+    def _finished(self) -> list[m.Action]:
+        code, words = self.exit
+        if self.sealed > self.durable:
+            words += f"; the checkpoint of iteration {self.sealed} could not be drained and is in the burst buffer only"
+            code = code or EXIT_FAILED
+        return self._finish(code, words, done=self.exit[0] == 0 and code == 0)
+
+    def _finish(self, code: int, words: str, *, done: bool = False) -> list[m.Action]:
+        self.phase = Phase.DONE
+        report = _report("finished", code=code, words=words, sealed=self.sealed, durable=self.durable)
+        return [report, m.Finish(code=code, words=words, done=done)]
+
+    def _request(self, request: m.Continue | m.Hold) -> list[m.Action]:
+        self.phase = Phase.CONTINUING
+        self.request = request
+        self.retry_at = None
+        return [request]
+
+    def _takeover_failed(self) -> list[m.Action]:
+        words = f"not killed within {self.rules.takeover_s:.0f} s of the requeue"
+        if isinstance(self.request, m.Continue):
+            again = m.Continue(
+                reason=self.request.reason,
+                bad_nodes=self.request.bad_nodes,
+                iteration=self.request.iteration,
+                level=self.request.level,
+                alone=True,
+            )
+            return [_report("requeue_retry", words=words), *self._request(again)]
+        assert self.request is not None
+        return [_report("requeue_retry", words=words), *self._request(self.request)]
+
+    # the mover
+
+    def _target(self) -> int | None:
+        """Checkpoint that should become durable next."""
+        newest = self.sealed
+        if newest <= self.durable or self.drain_failures.get(newest, 0) >= self.rules.drain_tries:
+            return None
+        return newest
+
+    def _maybe_drain(self, now: float) -> list[m.Action]:
+        target = self._target()
+        if target is None or self.moving is not None or self.lost or self.ended is not None:
+            return []
+        if self.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.FINISHING):
+            return []
+        final = self.stop_at is not None or self.phase is Phase.FINISHING
+        failed = self.drain_failures.get(target, 0) > 0
+        if self.phase is Phase.STOPPING and not final:
+            # wait for the checkpoint of the stop as long as there is time for it
+            if self.deadline is None or now < self.deadline - self.rules.margin_s - self.drain_cost_s - 1.0:
+                return []
+        elif now < self.drain_next and (failed or not final):
+            return []
+        self.moving = target
+        self.moving_capped = not final and self.phase is not Phase.STOPPING
+        return [m.Drain(iteration=target, capped=self.moving_capped)]
+
+
+def _report(event: str, **fields: object) -> m.Report:
+    return m.Report(event=event, fields=fields)
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """One line for the end of a job: the first failing rank, if it is known."""
+    return f"rank {verdict.rank}: {verdict.words}" if verdict.rank is not None else verdict.words

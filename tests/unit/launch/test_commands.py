@@ -1,0 +1,98 @@
+import pytest
+
+from slurm_resil.core.errors import UsageError
+from slurm_resil.core.model import RunInfo
+from slurm_resil.launch import commands
+from slurm_resil.launch.layout import Layout
+
+
+def job(**changes):
+    layout = changes.pop("layout", Layout(nodes=("n1", "n5", "n3"), ranks_per_node=2))
+    values = {
+        "info": RunInfo(run_id="r", job_id=12, attempt=1, cycle=0, world_size=layout.world_size, nodes=3),
+        "layout": layout,
+        "addresses": {"n1": "10.0.0.1", "n3": "10.0.0.3", "n5": "10.0.0.5"},
+        "run_dir": "/pfs/r",
+        "job_dir": "/bb/job-12",
+        "leader": "10.0.0.1:7000",
+        "python": "/usr/bin/python3",
+        "base_env": {
+            "PATH": "/bin",
+            "HOME": "/home/a b",
+            "SLURM_JOB_ID": "12",
+            "SLURM_CONF": "/etc/s.conf",
+            "SLURM_NTASKS": "9",
+            "SLURM_NNODES": "4",
+            "SLURM_NODELIST": "n[1-5]",
+            "SLURM_STEP_ID": "0",
+            "SLURM_EXPORT_ENV": "NONE",
+            "PMI_RANK": "0",
+            "SLURM_GPUS_PER_NODE": "8",
+        },
+    }
+    return commands.Job(**{**values, **changes})
+
+
+def test_the_jobs_shape_never_reaches_a_step():
+    for command in (
+        commands.ranks(job(), 0, ["true"]),
+        commands.agents(job(), 0, ["n3"]),
+        commands.mover(job(), 40, None),
+    ):
+        assert not set(command.env) & commands.TRAPS
+        assert not [name for name in command.env if name.startswith(("SLURM_STEP", "PMI_"))]
+        assert command.env["SLURM_JOB_ID"] == "12"
+        assert command.env["SLURM_CONF"] == "/etc/s.conf"
+        assert "--export=ALL" in command.argv  # sbatch --export=NONE must not hide our variables
+        assert "--overlap" in command.argv
+
+
+def test_ranks_are_one_task_each_on_the_nodes_of_the_layout():
+    command = commands.ranks(job(), 2, ["python", "train.py", "--name", "a b"])
+    assert {"--nodes=3", "--ntasks=6", "--ntasks-per-node=2", "--nodelist=n1,n5,n3"} <= set(command.argv)
+    assert {"--kill-on-bad-exit=1", "--cpu-bind=none", "--label", "--unbuffered"} <= set(command.argv)
+    assert command.argv[-4:] == ("python", "train.py", "--name", "a b")
+    assert command.argv[-7:-4] == ("-m", "slurm_resil.launch.rank", "--")
+    assert command.env["SLURM_RESIL_LAYOUT"] == "n1,n5,n3"
+    assert command.env["MASTER_ADDR"] == "10.0.0.1"
+    assert command.env["SLURM_RESIL_CYCLE"] == "2"
+
+
+def test_the_rendezvous_moves_with_every_cycle_and_attempt():
+    ports = {commands.ranks(job(), cycle, ["x"]).env["MASTER_PORT"] for cycle in range(4)}
+    assert len(ports) == 4
+
+
+def test_gpus_are_for_ranks_only():
+    assert commands.ranks(job(), 0, ["x"]).env["SLURM_GPUS_PER_NODE"] == "8"
+    agents = commands.agents(job(), 0, ["n1", "n3"])
+    assert "SLURM_GPUS_PER_NODE" not in agents.env
+    assert "--gres=none" in agents.argv
+    assert "--no-kill" in agents.argv
+    assert "--no-kill" not in commands.ranks(job(), 0, ["x"]).argv
+
+
+def test_mover_is_an_mpi_step_with_one_process_per_node():
+    command = commands.mover(job(), 40, 1000)
+    assert {"--mpi=pmi2", "--ntasks=3", "--ntasks-per-node=1"} <= set(command.argv)
+    assert command.argv[-2:] == ("--cap", "1000")
+    assert "--cap" not in commands.mover(job(), 40, None).argv
+
+
+def test_a_layout_too_long_for_a_variable_goes_to_a_file():
+    nodes = tuple(f"node-with-a-long-name-{i:05d}" for i in range(5000))
+    value, text = commands.layout_variable(Layout(nodes=nodes, ranks_per_node=8), "/pfs/r")
+    assert value == "@/pfs/r/layout.names"
+    assert text.split(",")[-1] == nodes[-1]
+
+
+@pytest.mark.parametrize("argument", ["--nodes=2", "-N2", "-wn1", "--nodelist=n1", "--export=NONE", "-n", "-x"])
+def test_srun_arguments_that_would_move_ranks_are_refused(argument):
+    with pytest.raises(UsageError, match="--ranks-per-node"):
+        commands.check_srun_args([argument])
+
+
+def test_other_srun_arguments_pass():
+    commands.check_srun_args(["--mpi=pmix", "--mem=0", "-c4"])
+    argv = commands.ranks(job(srun_args=("--mpi=pmix",)), 0, ["x"]).argv
+    assert argv.index("--mpi=pmix") > argv.index("--mpi=none")  # the last one wins
