@@ -197,10 +197,10 @@ main() {
         esac
         shift
     done
-    checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
     ((EUID == 0)) || die "run this as root: it installs packages, and the private cluster needs namespaces"
     { command -v apt-get && command -v dpkg-query; } >/dev/null ||
         die "there is no apt here: this script knows Debian 12 and 13 only; install by hand what README.md lists"
+    checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
     mkdir -p "$CACHE" || die "cannot make $CACHE: set SLURM_RESIL_CACHE to another directory"
     setpriv --reuid=65534 --regid=65534 --clear-groups test -x "$CACHE" ||
         die "$CACHE is closed to other users, and jobs do not run as root: set SLURM_RESIL_CACHE to another directory"
