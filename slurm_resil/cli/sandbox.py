@@ -147,10 +147,9 @@ def exec_(
         raise UsageError(f"--env {bad[0]!r} is not NAME=VALUE")
     target = _attach(path)
     extra = dict(entry.split("=", 1) for entry in env)
-    argv, full_env, directory = target.command(command, user=user or target.users[0], node=node, env=extra, cwd=cwd)
-    if directory is not None:
-        os.chdir(directory)
-    os.execvpe(argv[0], argv, full_env)  # noqa: S606 - a list, no shell
+    full = target.command(command, user=user or target.users[0], node=node, env=extra, cwd=cwd)
+    os.chdir(full.cwd)
+    os.execvpe(full.argv[0], full.argv, full.env)  # noqa: S606 - a list, no shell
 
 
 @sandbox.command()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_resil.core import fsio
-from slurm_resil.core.errors import DataError, NotPermittedError, ServiceError, TryAgainError, UsageError
-from slurm_resil.sandbox import conf, faults
+from slurm_resil.core.errors import DataError, NotPermittedError, TryAgainError, UsageError
+from slurm_resil.sandbox import conf, plainhost
 from slurm_resil.sandbox.daemons import Daemons, find_tools, slurm_version
-from slurm_resil.sandbox.hosts import Host, NamespaceHost, known_user
+from slurm_resil.sandbox.directory import Record, claim, fill, load
+from slurm_resil.sandbox.hosts import Command, Host
+from slurm_resil.sandbox.nshost import NamespaceHost
 from slurm_resil.sandbox.procs import Proc, wait_gone, wait_until
-from slurm_resil.sandbox.spec import CONTROLLER, MARKER, USERS, Layout, SandboxSpec
+from slurm_resil.sandbox.spec import Layout, SandboxSpec
+from slurm_resil.sandbox.status import describe
 from slurm_resil.sandbox.teardown import finish, is_sandbox, locked, tear_down
-
-_FORMAT = 1
 
 
 class Sandbox:
@@ -29,27 +28,19 @@ class Sandbox:
 
     Attributes:
         spec: What was asked for.
+        host: Where its processes run.
         layout: Where everything lies.
         version: Slurm's version, such as (22, 5).
         version_text: As slurmctld says it.
     """
 
-    def __init__(
-        self,
-        *,
-        spec: SandboxSpec,
-        host: NamespaceHost,
-        at: conf.Endpoints,
-        version: conf.Version,
-        version_text: str,
-        tools: Mapping[str, str],
-    ) -> None:
-        self.spec = spec
-        self.layout = Layout(dir=spec.dir)
-        self.version = version
-        self.version_text = version_text
-        self._host = host
-        self._daemons = Daemons(host=host, spec=spec, layout=self.layout, at=at, tools=dict(tools))
+    def __init__(self, record: Record, host: Host) -> None:
+        self.spec = record.spec
+        self.layout = Layout(dir=record.spec.dir)
+        self.version = record.version
+        self.version_text = record.version_text
+        self.host = host
+        self._daemons = Daemons(host=host, spec=self.spec, layout=self.layout, at=record.at, tools=record.tools)
 
     # -- life
 
@@ -61,32 +52,27 @@ class Sandbox:
             ConfigError: The spec, this host or the given configuration cannot work.
             TryAgainError: The directory holds a sandbox already.
         """
-        spec = spec.validated()
-        tools = find_tools(accounting=spec.accounting, namespaces=True)
+        spec = dataclasses.replace(spec, rootless=spec.rootless or os.geteuid() != 0).validated()
+        tools = find_tools(accounting=spec.accounting, namespaces=not spec.rootless)
         version, version_text = slurm_version(tools["slurmctld"])
         layout = Layout(dir=spec.dir)
-        _claim(layout)
-        try:
-            with locked(layout):
-                try:
-                    at = conf.Endpoints()
-                    _prepare(spec, layout, at, version)
-                    with NamespaceHost.make(layout) as host:
-                        sandbox = cls(
-                            spec=spec, host=host, at=at, version=version, version_text=version_text, tools=tools
-                        )
-                        sandbox._save(at, tools)
-                        sandbox._start()
-                except BaseException:
-                    finish(layout)
-                    raise
-        except FileNotFoundError as error:
-            raise ServiceError(f"the directory {layout.dir} was removed while the sandbox started") from error
+        claim(layout)
+        with locked(layout):
+            try:
+                at = plainhost.endpoints(spec, layout) if spec.rootless else conf.Endpoints()
+                record = Record(spec=spec, at=at, version=version, version_text=version_text, tools=tools)
+                fill(layout, record)
+                with _host(record) as host:
+                    sandbox = cls(record, host)
+                    sandbox._start()
+            except BaseException:
+                finish(layout)
+                raise
         return sandbox
 
     def _start(self) -> None:
         daemons = self._daemons
-        self._host.make_nodes(self.spec)
+        self.host.make_nodes(self.spec)
         daemons.munged()
         if self.spec.accounting:
             daemons.accounting()
@@ -94,21 +80,6 @@ class Sandbox:
         nodes = {name: daemons.slurmd(name) for name in self.spec.node_names}
         daemons.wait_idle(controller, nodes)
         daemons.make_spares()
-
-    def _save(self, at: conf.Endpoints, tools: Mapping[str, str]) -> None:
-        spec = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in dataclasses.asdict(self.spec).items()
-        }
-        value = {
-            "format": _FORMAT,
-            "spec": spec,
-            "endpoints": dataclasses.asdict(at),
-            "version": list(self.version),
-            "version_text": self.version_text,
-            "tools": dict(tools),
-        }
-        fsio.write_json(self.layout.info, value, sync=False)
 
     @classmethod
     def attach(cls, path: Path | str) -> Sandbox:
@@ -126,19 +97,16 @@ class Sandbox:
             raise NotPermittedError(f"the sandbox {layout.dir} belongs to uid {layout.dir.stat().st_uid}")
         mend = f"`slurm-resil sandbox down --dir {layout.dir}` clears it away"
         try:
-            value = fsio.read_json(layout.info)
-            spec = _spec_of(value["spec"])
-            at = conf.Endpoints(**{**value["endpoints"], "node_ports": tuple(value["endpoints"]["node_ports"])})
-            version = (int(value["version"][0]), int(value["version"][1]))
-            tools = dict(value["tools"])
-            text = str(value["version_text"])
-        except (FileNotFoundError, DataError, KeyError, TypeError, ValueError) as error:
+            record = load(layout)
+        except (OSError, DataError) as error:
             raise TryAgainError(f"the sandbox {layout.dir} is only half started", mend=mend) from error
-        keeper = Proc.load(layout.keeper)
-        if keeper is None or not keeper.alive:
-            raise TryAgainError(f"the sandbox {layout.dir} has crashed: its keeper is gone", mend=mend)
-        host = NamespaceHost(layout=layout, keeper=keeper)
-        return cls(spec=spec, host=host, at=at, version=version, version_text=text, tools=tools)
+        host: Host = plainhost.PlainHost(layout=layout, at=record.at)
+        if not record.spec.rootless:
+            keeper = Proc.load(layout.keeper)
+            if keeper is None or not keeper.alive:
+                raise TryAgainError(f"the sandbox {layout.dir} has crashed: its keeper is gone", mend=mend)
+            host = NamespaceHost(layout=layout, keeper=keeper)
+        return cls(record, host)
 
     def down(self) -> None:
         """End it; nothing is left."""
@@ -169,36 +137,36 @@ class Sandbox:
     @property
     def users(self) -> tuple[str, ...]:
         """Who can use it; the first one is the usual one."""
-        return (*(user.name for user in USERS), "root")
+        return self.host.users
 
     @property
     def lost(self) -> tuple[str, ...]:
         """What this sandbox cannot do because it runs without root."""
-        return ()
+        return self.host.lost
 
     def command(
         self,
         argv: Sequence[str],
         *,
-        user: str = "root",
+        user: str | None = None,
         node: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-    ) -> tuple[list[str], dict[str, str], str | None]:
-        """Arguments, environment and directory to give to ``subprocess``, so that ``argv`` runs in the sandbox.
+    ) -> Command:
+        """What to give to ``subprocess``, so that ``argv`` runs in the sandbox.
 
         Raises:
             UsageError: No such user or node.
             TryAgainError: The node is dead.
         """
         where = str(cwd) if cwd is not None else None
-        return self._host.command(argv, user=known_user(user), node=node, env=env or {}, cwd=where)
+        return self.host.command(argv, user=user or self.users[-1], node=node, env=env or {}, cwd=where)
 
     def run(
         self,
         argv: Sequence[str],
         *,
-        user: str = "root",
+        user: str | None = None,
         node: str | None = None,
         timeout_s: float = 60.0,
         check: bool = True,
@@ -206,21 +174,21 @@ class Sandbox:
         cwd: str | Path | None = None,
         stdin: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login node, or inside ``node``, as ``user`` in its home directory.
+        """Run a command on the login node, or inside ``node``, as ``user`` (default: root) in its home directory.
 
         Raises:
             subprocess.CalledProcessError: It failed, with ``check``; ``output`` and ``stderr`` hold what it said.
             subprocess.TimeoutExpired: It took too long and was killed.
         """
-        command, full_env, directory = self.command(argv, user=user, node=node, env=env, cwd=cwd)
+        command = self.command(argv, user=user, node=node, env=env, cwd=cwd)
         done = subprocess.run(
-            command,
+            command.argv,
             input=stdin if stdin is not None else "",
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env=full_env,
-            cwd=directory,
+            env=command.env,
+            cwd=command.cwd,
             check=False,
         )
         result = subprocess.CompletedProcess(list(argv), done.returncode, done.stdout, done.stderr)
@@ -232,7 +200,7 @@ class Sandbox:
 
     def node_path(self, node: str, path: Path | str) -> Path:
         """A path inside the node's namespaces as seen from here: its burst buffer, its ``/dev/shm``."""
-        return self._host.root_of(node) / str(path).lstrip("/")
+        return self.host.node_path(node, str(path))
 
     def node_states(self) -> dict[str, str]:
         """Slurm's state of each node, such as ``idle`` or ``down*``; empty if slurmctld does not answer."""
@@ -257,23 +225,23 @@ class Sandbox:
         """SIGKILL everything of a node; its burst buffer stays, as on a disk."""
         self._check(node)
         with locked(self.layout):
-            faults.kill(self._host, node)
+            self.host.kill_node(node)
 
     def node_cut(self, node: str) -> None:
         """Take the node's link down."""
         with locked(self.layout):
-            self._host.set_link(self._index(node), up=False)
+            self.host.set_link(self._index(node), up=False)
 
     def node_heal(self, node: str) -> None:
         """Take the node's link up."""
         with locked(self.layout):
-            self._host.set_link(self._index(node), up=True)
+            self.host.set_link(self._index(node), up=True)
 
     def node_wipe(self, node: str) -> None:
         """Empty the node's burst buffer and ``/dev/shm``."""
         self._check(node)
         with locked(self.layout):
-            faults.wipe(self._host, self.layout, node)
+            self.host.wipe(node)
 
     def node_restore(self, node: str, *, resume: bool = False, timeout_s: float = 60.0) -> None:
         """Heal the link and start the node if it is dead; returns when Slurm calls it usable.
@@ -288,13 +256,17 @@ class Sandbox:
         """
         index = self._index(node)
         with locked(self.layout):
-            self._host.set_link(index, up=True)
-            if not faults.alive(self.layout, node):
+            self.host.set_link(index, up=True)
+            since_s = 0.0
+            if not self.node_alive(node):
+                since_s = time.time()
                 self._daemons.slurmd(node)
         end = time.monotonic() + timeout_s
         good = ("idle", "reserved", "allocated", "mixed", "completing")
 
         def usable() -> str:
+            if not self._daemons.registered_since(node, since_s):
+                return ""
             state = self.node_states().get(node, "")
             plain = state.rstrip("*~#!%$@^-+")
             if "*" not in state and plain in good:
@@ -304,6 +276,12 @@ class Sandbox:
             return ""
 
         wait_until(f"node {node} usable again", usable, timeout_s=max(1.0, end - time.monotonic()), poll_s=0.2)
+
+    def node_alive(self, node: str) -> bool:
+        """Whether the node's first process runs."""
+        self._check(node)
+        proc = Proc.load(self.layout.procs / f"{node}.json")
+        return proc is not None and proc.alive
 
     def kill_slurmctld(self) -> None:
         """SIGKILL slurmctld."""
@@ -331,79 +309,11 @@ class Sandbox:
 
     def status(self) -> dict[str, Any]:
         """Everything about it, as ``status --json`` prints it."""
-        return faults.status(self)
+        return describe(self.host, self.spec, self.version_text, self.node_states())
 
 
-def _claim(layout: Layout) -> None:
-    """Make the directory ours, or take an empty one of ours.
-
-    Raises:
-        TryAgainError: There is a sandbox in it already.
-        UsageError: It holds other things, or is not ours.
-    """
-    with contextlib.suppress(FileExistsError):
-        layout.dir.mkdir(mode=0o755)
-    info = os.lstat(layout.dir)
-    if not layout.dir.is_dir() or layout.dir.is_symlink():
-        raise UsageError(f"{layout.dir} is not a directory")
-    if is_sandbox(layout.dir):
-        raise TryAgainError(
-            f"there is a sandbox in {layout.dir} already",
-            mend=f"`slurm-resil sandbox down --dir {layout.dir}` ends it; --dir names another place",
-        )
-    if info.st_uid != os.geteuid():
-        raise NotPermittedError(f"{layout.dir} belongs to uid {info.st_uid}")
-    if os.listdir(layout.dir):
-        raise UsageError(f"{layout.dir} is not empty and not a sandbox's: it is left as it is")
-    layout.dir.chmod(0o755)
-    try:
-        os.close(os.open(layout.marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-    except FileExistsError as error:
-        raise TryAgainError(f"another command starts a sandbox in {layout.dir} right now ({MARKER})") from error
-
-
-def _prepare(spec: SandboxSpec, layout: Layout, at: conf.Endpoints, version: conf.Version) -> None:
-    """Write the directory's content."""
-    for path in (layout.etc, layout.log, layout.run, layout.state, layout.spool, layout.home, layout.pfs, layout.bb):
-        path.mkdir(mode=0o755)
-    layout.procs.mkdir(mode=0o700)
-    for name in spec.node_names:
-        (layout.spool / name).mkdir(mode=0o755)
-    (layout.state / "slurmctld").mkdir(mode=0o700)
-    layout.pfs.chmod(0o1777)
-    for user in USERS if at.private else ():
-        for path, mode in ((layout.home / user.name, 0o700), (layout.pfs / user.name, 0o755)):
-            path.mkdir(mode=mode)
-            os.chown(path, user.uid, user.uid)
-    plugins = []
-    for entry in spec.spank:
-        file, *arguments = entry.split()
-        copy = layout.etc / os.path.basename(file)
-        shutil.copyfile(file, copy)
-        copy.chmod(0o755)
-        plugins.append(" ".join((str(copy), *arguments)))
-    files = {
-        "slurm.conf": conf.slurm_conf(spec, layout, at, version),
-        "cgroup.conf": conf.cgroup_conf(version),
-        "plugstack.conf": conf.plugstack_conf(tuple(plugins)),
-        "passwd": conf.passwd(Path("/etc/passwd").read_text(encoding="utf-8"), layout),
-        "group": conf.group(Path("/etc/group").read_text(encoding="utf-8")),
-        "hosts": conf.hosts(spec),
-    }
-    if spec.slurm_conf_extra is not None:
-        files["extra.conf"] = spec.slurm_conf_extra.read_text(encoding="utf-8")
-    for name, text in files.items():
-        fsio.write_atomic(layout.etc / name, text.encode(), sync=False)
-
-
-def _spec_of(value: Mapping[str, Any]) -> SandboxSpec:
-    paths = ("dir", "prolog", "epilog", "slurm_conf_extra")
-    known = {item.name for item in dataclasses.fields(SandboxSpec)}
-    fields = {key: item for key, item in value.items() if key in known}
-    for name in paths:
-        if fields.get(name) is not None:
-            fields[name] = Path(fields[name])
-    return SandboxSpec(**{**fields, "spank": tuple(fields["spank"])})
-
-
-__all__ = ["CONTROLLER", "Host", "Sandbox"]
+def _host(record: Record) -> contextlib.AbstractContextManager[NamespaceHost | plainhost.PlainHost]:
+    layout = Layout(dir=record.spec.dir)
+    if record.spec.rootless:
+        return contextlib.nullcontext(plainhost.PlainHost(layout=layout, at=record.at))
+    return NamespaceHost.make(layout)

@@ -43,6 +43,7 @@ class Endpoints:
         user: User of all daemons.
         munge_socket: Socket of munged if it is not at its usual place.
         private: Each node has namespaces, and an address, of its own.
+        loopback_only: This host's name resolves to ``address``, a loopback one: listen there and nowhere else.
     """
 
     host: str = CONTROLLER
@@ -54,6 +55,7 @@ class Endpoints:
     user: str = "root"
     munge_socket: str = ""
     private: bool = True
+    loopback_only: bool = False
 
 
 def parse_version(text: str) -> Version:
@@ -83,7 +85,7 @@ def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Versio
         "SlurmdUser": at.user,
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={at.munge_socket}" if at.munge_socket else "",
-        "CommunicationParameters": "" if at.private else "NoCtldInAddrAny,NoInAddrAny",
+        "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny" if at.loopback_only else "",
         "StateSaveLocation": layout.state / "slurmctld",
         "SlurmdSpoolDir": layout.spool / "%n",
         "SlurmctldPidFile": layout.run / "slurmctld.pid",
@@ -94,6 +96,7 @@ def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Versio
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "MpiDefault": "none",
+        "MailProg": "/bin/true",
         "ReturnToService": 2,
         "SlurmctldTimeout": 30,
         "SlurmdTimeout": 12,

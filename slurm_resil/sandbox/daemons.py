@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -85,16 +87,17 @@ class Daemons:
         Raises:
             ServiceError: It failed (with ``check``), or took too long.
         """
-        command, env, cwd = self.host.command(argv, user=self.at.user, node=None, env={"LC_ALL": "C"}, cwd="/")
+        extra = {"LC_ALL": "C", "TZ": "UTC"}
+        command = self.host.command(argv, user=self.at.user, node=None, env=extra, cwd="/")
         try:
             done = subprocess.run(
-                command,
+                command.argv,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
-                env=env,
-                cwd=cwd,
+                env=command.env,
+                cwd=command.cwd,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
@@ -176,8 +179,8 @@ class Daemons:
             ],
             timeout_s=120.0,
         )
-        socket_path = self.layout.run / "db.sock"
-        init = self.layout.etc / "db.sql"
+        socket_path = data / "db.sock"
+        init = data / "init.sql"
         sql = f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\nGRANT ALL ON *.* TO 'slurm'@'127.0.0.1';\n"
         fsio.write_atomic(init, sql.encode(), mode=0o600, sync=False)
         argv = [
@@ -203,6 +206,7 @@ class Daemons:
             return socket_path.exists()
 
         wait_until("the socket of mariadbd", database_serves, timeout_s=60.0)
+        init.unlink()
         text = conf.slurmdbd_conf(self.layout, self.at, password)
         fsio.write_atomic(self.layout.etc / "slurmdbd.conf", text.encode(), mode=0o600, sync=False)
         dbd = self.host.spawn("slurmdbd", [self.tools["slurmdbd"], "-D"])
@@ -223,6 +227,18 @@ class Daemons:
         if done.returncode != 0:
             return {}
         return dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
+
+    def registered_since(self, node: str, since_s: float) -> bool:
+        """Whether slurmctld has heard from a slurmd of this node that started at this Unix time or later."""
+        done = self.run([self.tools["scontrol"], "show", "node", node, "-o"], timeout_s=20.0, check=False)
+        match = re.search(r"\bSlurmdStartTime=(\S+)", done.stdout)
+        if done.returncode != 0 or match is None:
+            return False
+        try:
+            started = datetime.datetime.fromisoformat(match[1]).replace(tzinfo=datetime.UTC)
+        except ValueError:  # "None": it never registered
+            return False
+        return started.timestamp() >= int(since_s)
 
     def wait_idle(self, controller: Proc, nodes: dict[str, Proc]) -> None:
         """Wait until all nodes are idle.
@@ -259,9 +275,15 @@ class Daemons:
                 "reservation",
                 "ReservationName=spares",
                 f"Nodes={','.join(self.spec.spare_names)}",
-                f"Users={self.at.user}",
+                "Users=root",
                 "StartTime=now",
                 "Duration=UNLIMITED",
                 "Flags=IGNORE_JOBS",
             ]
         )
+
+        def reserved() -> bool:
+            states = self.node_states()
+            return all(states.get(name) == "reserved" for name in self.spec.spare_names)
+
+        wait_until("the reservation of the spares", reserved, timeout_s=20.0, poll_s=0.1)

@@ -7,7 +7,7 @@ in a few hundredths of a second. Roles:
   all of the sandbox. Until it reads ``go`` on its standard input it lives no longer than the process that started it.
 - ``holder``: inside the keeper's namespaces, make those of one node and keep them, without being its pid 1.
 - ``node``: inside the holder's, make a PID namespace and be its pid 1: start slurmd, reap.
-- ``spawn``: inside the keeper's, start a daemon as a child of the keeper.
+- ``spawn``: inside the keeper's, start a daemon as a child of the keeper; or right here, in a session of its own.
 - ``exec``: run a command inside some process's namespaces as a user, and end as it ends.
 
 All but ``exec`` print the new process's pid as the caller's PID namespace numbers it. (Its start time is for the caller
@@ -241,7 +241,8 @@ def _spawn(request: Request) -> None:
         os.chdir("/")
         _execve(request["argv"], request["env"])
 
-    _join(request["pid"], request["start"])
+    if "pid" in request:
+        _join(request["pid"], request["start"])
     _start(body, double=True)
 
 
