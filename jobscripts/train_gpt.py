@@ -175,6 +175,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-size", choices=SIZES, default="small")
     parser.add_argument("--fsdp2", action="store_true", help="shard parameters and optimizer (fully_shard)")
     parser.add_argument("--digest", metavar="FILE", help="at the end write this rank's hashes to FILE.<rank>")
+    parser.add_argument("--pace", type=float, default=0.0, help="shortest time of an iteration, seconds, to watch it")
     parser.add_argument("--plain", action="store_true", help="train without any checkpointing, to compare with")
     return parser.parse_args(argv)
 
@@ -213,9 +214,10 @@ def main(argv: list[str] | None = None) -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
+        took = time.perf_counter() - started
+        time.sleep(max(0.0, options.pace - took))
         if rank == 0:
-            took = time.perf_counter() - started
-            print(f"iteration {number + 1} loss {loss.item():.4f} seconds {took:.3f}", flush=True)
+            print(f"iteration {number + 1} loss {loss.item():.6f} seconds {took:.3f}", flush=True)
 
     if options.plain:
         for number in range(options.iterations):
