@@ -250,6 +250,7 @@ class Story:
         env = {
             "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.sandbox.pfs / USER),  # goes with the sandbox
             "SLURM_RESIL_BB_ROOT": str(self.sandbox.bb),
         }
         if self._mode is not None:
