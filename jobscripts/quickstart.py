@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -149,16 +150,18 @@ class Quickstart:
 
     def close(self, *, keep: bool) -> None:
         """Take everything down, or say how to."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # enough has been said
         if self.reference is not None:
             self.reference.close()
-        if self.story is None:
-            return
-        if keep:
+        if keep and self.story is not None:
             where = self.story.sandbox.layout.dir
             self.console.print(f"kept: slurm-resil sandbox exec --dir {where} -- squeue")
             self.console.print(f"end it with: slurm-resil sandbox down --dir {where} && rm -r {self.work}")
-        else:
+            return
+        if self.story is not None:
             self.story.close()
+        shutil.rmtree(self.work)
 
     def show(self) -> None:
         """Print the table."""

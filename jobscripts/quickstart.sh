@@ -9,11 +9,9 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-keep=0
 for argument; do
     case $argument in
-    --json) ;;
-    --keep) keep=1 ;;
+    --json | --keep) ;;
     -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
     *) echo "quickstart.sh: unknown option $argument (there are --json and --keep)" >&2 && exit 2 ;;
     esac
@@ -23,17 +21,4 @@ venv=$("$here/bootstrap.sh")
 work=$(mktemp -d /tmp/resil-quick.XXXXXX)
 chmod 711 "$work" # the cluster's users go through it
 
-# shellcheck disable=SC2317 # called by the trap
-clean_up() {
-    trap '' INT TERM
-    if [[ -e $work/sandbox/.slurm-resil-sandbox ]]; then
-        ((keep)) && return
-        "$venv/bin/slurm-resil" sandbox down --dir "$work/sandbox" >/dev/null || true
-    fi
-    rm -rf "$work"
-}
-trap clean_up EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-
-"$venv/bin/python" "$here/quickstart.py" --work "$work" "$@"
+exec "$venv/bin/python" "$here/quickstart.py" --work "$work" "$@" # it takes everything down, on signals too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / "jobscripts"), str(_ROOT / "tests" / "cluster")]
+
+
+def pytest_configure() -> None:
+    """End in order on SIGTERM too: what the fixtures have started is taken down."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # run.sh starts us in the background, where it is ignored
 
 
 @pytest.fixture(scope="session")

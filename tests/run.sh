@@ -34,8 +34,8 @@ take_down() {
     rm -rf "$work"
 }
 trap take_down EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+child='' interrupted=0
+trap 'interrupted=1; if [[ $child ]]; then kill "$child" 2>/dev/null || true; else exit 143; fi' INT TERM
 
 check() { # name, then the command; goes on after a failure, so that one run shows all of them
     local name=$1
@@ -53,11 +53,16 @@ check spank make -C spank check
 ((${#failed[@]} == 0)) || echo "== FAILED so far: ${failed[*]}"
 
 echo "== pytest"
-status=0
-if ((full)); then
-    "$python" -m pytest "$@" || status=$?
-else
-    "$python" -m pytest -m 'not full' "$@" || status=$?
-fi
+selection=(-m 'not full')
+((!full)) || selection=()
+# in the background, because bash acts on a signal only when its foreground process is over
+"$python" -m pytest "${selection[@]}" "$@" &
+child=$!
+while :; do
+    status=0
+    wait "$child" || status=$?
+    kill -0 "$child" 2>/dev/null || break
+done
+((!interrupted)) || exit 130
 ((${#failed[@]} == 0)) || exit 1
 exit "$status"
