@@ -9,6 +9,7 @@ Burst buffer, one directory per job and node, mode 0700, owner: the job's user::
         slots/<rank>-<k>.h5              preallocated slots
         manifests/<iteration>-<rank>.json   sealed shards; presence means valid
         durable/<iteration>.json         written by the mover once the PFS file is published
+        pins/<iteration>                 lock of whoever reads the shards of that iteration, see core.pins
         continue.json                    the run goes on under this job id: the epilog keeps everything
         control                          control page, see core.control
         agent.sock                       the agent's Unix socket
@@ -19,6 +20,9 @@ Parallel file system, one directory per run::
     <prefix_root>/<run id>/
         ckpt-<iteration>.h5              drained checkpoint, published by rename
         ckpt-<iteration>.json            its manifest, published last: presence means durable
+        ckpt-<iteration>.bad             manifest of a drained checkpoint that did not verify: never tried again
+        decisions/<epoch>.json           the leader's commits and aborts, written before they are told
+        costs.json                       measured times of saves and drains
         leader.json                      address of the leader, rewritten by each attempt and cycle
         layout.json                      which node holds which node_rank
         attempts/<attempt>.json          requeue intents and outcomes
@@ -71,6 +75,11 @@ def run_info(job: str) -> str:
     return os.path.join(job, "run.json")
 
 
+def pin(job: str, iteration: int) -> str:
+    """Lock of whoever reads the shards of an iteration, see :mod:`slurm_resil.core.pins`."""
+    return os.path.join(job, "pins", f"{iteration:010d}")
+
+
 def continues(job: str) -> str:
     """Mark that the run goes on under the same job id."""
     return os.path.join(job, "continue.json")
@@ -105,6 +114,26 @@ def parse_drained(name: str) -> int | None:
     """Iteration of a drained manifest's file name."""
     match = _ITERATION.match(name)
     return int(match[1]) if match else None
+
+
+def drained_bad(run: str, iteration: int) -> str:
+    """Where the manifest of a drained checkpoint goes that did not verify."""
+    return os.path.join(run, f"ckpt-{iteration:010d}.bad")
+
+
+def decision(run: str, epoch: int) -> str:
+    """Record of what the leader decided about a proposal."""
+    return os.path.join(run, "decisions", f"{epoch:016d}.json")
+
+
+def costs(run: str) -> str:
+    """Measured times of saves and drains."""
+    return os.path.join(run, "costs.json")
+
+
+def leader_key(run: str) -> str:
+    """Key between leader and agents where there is no MUNGE."""
+    return os.path.join(run, "leader.key")
 
 
 def leader(run: str) -> str:

@@ -1,0 +1,1 @@
+"""Agents, one per node, and their leader: agreement, seals, restore decisions, heartbeats."""

@@ -1,0 +1,87 @@
+"""What the leader tells its host through ``Leader.events``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_resil.core.model import Level, Notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderEvent:
+    """Something that happened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(LeaderEvent):
+    """All ranks of a cycle have loaded the same iteration (0: a fresh start) and train now."""
+
+    cycle: int
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreFailed(LeaderEvent):
+    """The ranks of a cycle cannot start: there are checkpoints, and none can be used. Every rank raises ``why``."""
+
+    cycle: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedAll(LeaderEvent):
+    """Every rank has sealed its shard of an iteration: level LOCAL."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(LeaderEvent):
+    """An iteration will never be complete; the newest one that is stands."""
+
+    iteration: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoticeSeen(LeaderEvent):
+    """Somebody gave a reason to checkpoint now; the leader acts on it."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReached(LeaderEvent):
+    """The ranks end now.
+
+    Attributes:
+        iteration: Newest iteration that all ranks have sealed.
+        level: How safe it is.
+        saved: Whether that is the checkpoint of the stop itself; if not, that one failed and an older one stands.
+    """
+
+    iteration: int
+    level: Level
+    saved: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(LeaderEvent):
+    """An agent is there, for the first time or again."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(LeaderEvent):
+    """Nothing is heard from the agent of a node: its connection broke and did not come back, or it is silent."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDone(LeaderEvent):
+    """All ranks of a node have left on purpose."""
+
+    node: str

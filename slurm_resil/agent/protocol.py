@@ -1,0 +1,452 @@
+"""What ranks, agents and the leader say to each other: frozen messages and their JSON form.
+
+Rank and agent talk over a Unix socket, agents and leader over :mod:`slurm_resil.comm.channel`. A message on the wire is
+an object with its type's name in ``t`` and the fields.
+
+Life of a cycle::
+
+    agent → leader    Hello (what it is, which shards it has)
+    leader → agents   Plan  (what every rank restores from; repeated with a higher number when an artefact is bad)
+    agent → leader    Loaded (one per rank)
+    leader → agents   Go    (all have loaded: train)
+    agent → leader    Beat  (once a second), Noticed (a signal of a grace period), Sealed / Failed (one per rank and save)
+    leader → agents   Propose → Vote → Decide   (agreement on an iteration, see agent.agreement)
+    leader → agents   SealedAll / Abandon / Durable / Deadline
+    leader → agents   Goodbye
+
+**Pins.** A mover that reads the shards of an iteration holds ``core.pins.hold(job_dir, iteration)``: a shared lock on
+``<job dir>/pins/<iteration>``. Take it first, then read the manifests: while it is held, the agent neither removes a
+manifest of that iteration nor gives its slots away. The lock ends with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slurm_resil.core.errors import DataError
+
+Source = Literal["fresh", "local", "drained"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Anything that is said."""
+
+
+# agent → leader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """An agent introduces itself, again after every reconnection.
+
+    Attributes:
+        node: Name of the node.
+        node_rank: Its place.
+        ranks: Global ranks of the node.
+        job_id: Job, so that an agent of another one is refused.
+        attempt: Attempt.
+        pid: Process of the agent; another pid means that it is a new agent.
+        shards: Sealed shards here, as (iteration, rank) pairs.
+        voted: Epoch for which it said yes without having heard the decision, or 0.
+        epoch: Newest epoch it knows.
+        newest: Newest iteration that a rank here has published.
+        plan: Newest plan it knows, 0 for none.
+        loaded: Ranks that have loaded that plan.
+    """
+
+    node: str
+    node_rank: int
+    ranks: list[int]
+    job_id: int
+    attempt: int
+    pid: int
+    shards: list[list[int]]
+    voted: int = 0
+    epoch: int = 0
+    newest: int = 0
+    plan: int = 0
+    loaded: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(Message):
+    """Once a second: the agent is alive.
+
+    Attributes:
+        newest: Newest iteration that a rank here has published, 0 before the first.
+        oldest: Oldest of the ranks' newest iterations.
+        rate: Iterations per second, measured over the last beats; 0 if unknown.
+    """
+
+    newest: int
+    oldest: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote(Message):
+    """Answer to a Propose: yes, all ranks here are below it, or no; ``newest`` as in Beat."""
+
+    epoch: int
+    yes: bool
+    newest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed(Message):
+    """A rank's shard is sealed.
+
+    Attributes:
+        iteration: Iteration that it holds.
+        rank: Global rank.
+        costs_s: Measured times, seconds: ``copy``, ``seal``.
+        cycle: Cycle of the rank.
+    """
+
+    iteration: int
+    rank: int
+    cycle: int
+    costs_s: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """A rank's save did not work, or was skipped for want of a slot: this iteration can never be complete."""
+
+    iteration: int
+    rank: int
+    cycle: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Message):
+    """Outcome of a rank's restore.
+
+    Attributes:
+        plan: Number of the plan.
+        rank: Global rank.
+        outcome: ``ok``; ``bad`` (the artefact is not what it claims: never try it again); ``error`` (nothing can help:
+            another model, an unreadable file system).
+        reason: What was wrong.
+    """
+
+    plan: int
+    rank: int
+    outcome: Literal["ok", "bad", "error"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noticed(Message):
+    """A reason to checkpoint now, see core.model.Notice; the leader answers a client with Answer."""
+
+    kind: str
+    stop: bool
+    deadline_s: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bye(Message):
+    """The agent ends on purpose: its ranks are done."""
+
+
+# client → leader, for a person's `job checkpoint`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Message):
+    """Checkpoint now; answered when it has the level or the time is over.
+
+    Attributes:
+        level: ``local`` or ``durable``.
+        timeout_s: Seconds to wait.
+        stop: Whether training must end after it.
+    """
+
+    level: Literal["local", "durable"]
+    timeout_s: float
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Message):
+    """Answer to an Ask."""
+
+    ok: bool
+    iteration: int
+    words: str
+
+
+# leader → agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """The leader does not want this agent; it must not come back."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Message):
+    """What every rank of a cycle restores from.
+
+    Attributes:
+        number: Rises with every plan, over cycles too.
+        cycle: Cycle.
+        iteration: Iteration to restore, 0 for a fresh start.
+        sources: One per rank, by rank.
+        complete: Newest iteration of which every rank has its sealed shard here and now: never to be overwritten.
+        lost: Artefacts that were found bad, as (iteration, rank, reason); rank -1 means the drained file.
+        error: Not empty: nothing can be restored and nothing may be started afresh either.
+    """
+
+    number: int
+    cycle: int
+    iteration: int
+    sources: list[Source]
+    complete: int
+    lost: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Go(Message):
+    """All ranks have loaded the plan."""
+
+    plan: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Propose(Message):
+    """Would all ranks of the node save at this iteration?"""
+
+    epoch: int
+    iteration: int
+    stop: bool
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decide(Message):
+    """The decision on a proposal. Once committed it carries the proposal again, for an agent that has forgotten it."""
+
+    epoch: int
+    commit: bool
+    iteration: int
+    stop: bool
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedAll(Message):
+    """All ranks have sealed an iteration."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abandon(Message):
+    """An iteration will never be complete: its slots are free, nobody waits for it."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durable(Message):
+    """An iteration is durable on the parallel file system."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline(Message):
+    """A committed stop has a (new) deadline, Unix seconds."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodbye(Message):
+    """The run is over here: end when the ranks are gone."""
+
+
+# rank → agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHello(Message):
+    """A rank introduces itself; answered with Page, and later with Restore."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    run_id: str
+    attempt: int
+    cycle: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoaded(Message):
+    """Outcome of the restore, as in Loaded; answered with Start or with another Restore."""
+
+    plan: int
+    outcome: Literal["ok", "bad", "error"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease(Message):
+    """A slot, please; answered with Slot once one is free, or with NoSlot."""
+
+    iteration: int
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal(Message):
+    """The slot is written; ``draft`` is the ShardManifest without hashes, as JSON text."""
+
+    iteration: int
+    draft: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp(Message):
+    """The save failed in the rank; the slot is free again (if there was one)."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """The rank ends on purpose."""
+
+
+# agent → rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page(Message):
+    """The agent's answer to a rank.
+
+    Attributes:
+        path: Control page.
+        slots: Number of slots of each rank.
+    """
+
+    path: str
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Message):
+    """What this rank restores from, see Plan."""
+
+    plan: int
+    iteration: int
+    source: Source
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Message):
+    """All ranks have restored the same iteration."""
+
+    plan: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot(Message):
+    """A slot was leased for an iteration."""
+
+    iteration: int
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSlot(Message):
+    """No slot is free; ``reason`` says what holds them."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSealed(Message):
+    """This rank's shard is sealed."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFailed(Message):
+    """This rank's shard could not be sealed."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuse(Message):
+    """The agent does not want this rank."""
+
+    reason: str
+
+
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
+_HINTS = {kind: typing.get_type_hints(kind) for kind in _TYPES.values()}
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """Put a message into a JSON object."""
+    return {"t": type(message).__name__, **dataclasses.asdict(message)}
+
+
+def from_wire(raw: dict[str, Any]) -> Message:
+    """Read a message.
+
+    Raises:
+        DataError: It is none, or a field is missing, unknown or of another type.
+    """
+    kind = _TYPES.get(str(raw.get("t")))
+    if kind is None:
+        raise DataError(f"{str(raw.get('t'))[:40]!r} is no message")
+    given = {name: value for name, value in raw.items() if name != "t"}
+    hints = _HINTS[kind]
+    for name, value in given.items():
+        if name not in hints or not _fits(value, hints[name]):
+            raise DataError(f"{kind.__name__}.{name[:40]} cannot be {str(value)[:80]!r}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise DataError(f"{kind.__name__}: {error}") from error
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_fits(entry, arguments[0]) for entry in value)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(key, arguments[0]) and _fits(entry, arguments[1]) for key, entry in value.items()
+        )
+    if arguments:  # a union
+        return any(_fits(value, choice) for choice in arguments)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
