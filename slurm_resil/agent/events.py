@@ -78,10 +78,3 @@ class NodeLost(LeaderEvent):
 
     node: str
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeDone(LeaderEvent):
-    """All ranks of a node have left on purpose."""
-
-    node: str

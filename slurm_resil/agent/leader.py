@@ -1,14 +1,70 @@
-"""The leader: one per run, hosted by the launcher, or by the agent of node_rank 0 where there is none."""
+"""The leader: one per run, hosted by the launcher, or by the agent of node_rank 0 where there is none.
+
+One thread owns all state and hears everything through one queue: messages of agents (a thread per connection puts them
+there), what its host says, and time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import os
 import queue
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from slurm_resil.agent.events import LeaderEvent
-from slurm_resil.comm.auth import Auth
-from slurm_resil.core.errors import ServiceError
-from slurm_resil.core.model import Notice, RunInfo
+from slurm_resil.agent import events as e
+from slurm_resil.agent import protocol as p
+from slurm_resil.agent.agreement import Agreement, Progress, Verdict
+from slurm_resil.agent.decisions import Decisions
+from slurm_resil.agent.restoring import Restoring
+from slurm_resil.agent.saves import Saves
+from slurm_resil.comm.auth import Auth, server_auth
+from slurm_resil.comm.channel import Channel, ChannelClosedError, ChannelTimeoutError, Server, pair
+from slurm_resil.core import faults, fsio, paths
+from slurm_resil.core.costs import Costs
+from slurm_resil.core.errors import DataError
+from slurm_resil.core.log import event
+from slurm_resil.core.model import Level, Notice, NoticeKind, RunInfo
+
+SILENCE_S = 5.0  # an agent that says nothing for this long is lost
+RECONNECT_S = 2.0  # so is one whose connection broke and did not come back
+JOIN_S = 120.0  # and one that never came
+STOP_WAIT_S = 600.0  # for a stop without a deadline to be saved
+SAVE_WAIT_S = 120.0  # for any other save to be complete
+SEND_S = 1.0
+_TICK_S = 0.02
+_HICCUP_S = 2.0  # when this thread itself did not run for so long, nobody else is to blame
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Node:
+    name: str
+    channel: Channel | None = None
+    pid: int = 0
+    progress: Progress = field(default_factory=Progress)
+    heard: float = 0.0
+    broken: float | None = None  # when the connection broke, or when waiting for the first one began
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class _Committed:
+    proposal: p.Propose
+    asked: float
+    until: float
+
+
+@dataclass(frozen=True)
+class _Asked:
+    channel: Channel
+    ask: p.Ask
+    above: int
+    until: float
 
 
 class Leader:
@@ -19,13 +75,15 @@ class Leader:
         nodes: Names of the nodes, by node_rank.
         ranks_per_node: Ranks of each node; rank = node_rank * ranks_per_node + local_rank.
         run_dir: Run's directory on the parallel file system; it must exist.
-        host: Address of this node that agents can reach; loopback for one node.
+        host: Address of this node that agents can reach, or loopback for one node; None: only agents of this process
+            (:meth:`attach`).
         interval_s: Propose a checkpoint as often as this, or None.
-        auth: How agents prove who they are; default: MUNGE where it is installed, else a key file in ``run_dir``.
+        auth: How agents prove who they are; default: MUNGE where it works, else a key file in ``run_dir``.
 
     Attributes:
-        address: ``host:port``; also in ``leader.json`` of the run's directory.
+        address: ``host:port``, empty without a host; also in ``leader.json`` of the run's directory.
         events: What happens, see agent.events.
+        costs: Measured times (``copy``, ``seal``, ``save``, ``drain``).
     """
 
     def __init__(
@@ -35,35 +93,496 @@ class Leader:
         nodes: Sequence[str],
         ranks_per_node: int,
         run_dir: str,
-        host: str,
+        host: str | None,
         interval_s: float | None = None,
         auth: Auth | None = None,
     ) -> None:
+        self._info, self._run_dir, self._interval_s = info, run_dir, interval_s
+        now = time.monotonic()
+        self._nodes = [_Node(name=name, broken=now + JOIN_S - RECONNECT_S) for name in nodes]
+        self._per_node = ranks_per_node
+        self._cycle = info.cycle
+        self._agreement = Agreement(epoch=int(time.time() * 1000))
+        self._decisions = Decisions(run_dir if os.access(run_dir, os.W_OK) else None)
+        self._restoring = Restoring(run_dir, len(nodes), ranks_per_node)
+        self._saves = Saves(self._world)
+        self._committed: _Committed | None = None
+        self._stop: Notice | None = None
+        self._stopped = False
+        self._wanted = False
+        self._next_try = 0.0
+        self._next_interval = math.inf
+        self._asked: list[_Asked] = []
+        self._durable = 0
+        self._leaving = False
+        self._ticked = now
+        self.costs = Costs.load(run_dir)
+        self.events: queue.SimpleQueue[e.LeaderEvent] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._server: Server | None = None
         self.address = ""
-        self.events: queue.SimpleQueue[LeaderEvent] = queue.SimpleQueue()
-        raise ServiceError("the leader is on its way")
+        if host is not None:
+            auth = auth or server_auth(run_dir)
+            self._server = Server(host, 0, self._serve, auth=auth, uids={os.getuid()}, name="leader")
+            self.address = self._server.address
+            self._publish(auth)
+        self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
+        self._thread.start()
+
+    # what the host says
+
+    def attach(self) -> Channel:
+        """Connect an agent of this same process; returns its end."""
+        here, there = pair()
+        threading.Thread(target=self._serve, args=(here,), name="leader local", daemon=True).start()
+        return there
 
     def start_cycle(self, cycle: int) -> None:
         """Say that the ranks of a cycle are being started: agents make a fresh control page, a plan is made."""
+        self._inbox.put(lambda: self._start_cycle(cycle))
 
     def notice(self, notice: Notice) -> None:
         """Give a reason to checkpoint now. Notices to stop are merged; the earliest deadline counts."""
+        self._inbox.put(lambda: self._notice(notice))
 
     def durable(self, iteration: int, *, drain_s: float | None = None) -> None:
         """Say that an iteration is durable, and how long its drain took (seconds)."""
+        self._inbox.put(lambda: self._is_durable(iteration, drain_s))
+
+    def goodbye(self) -> None:
+        """Tell all agents to end once their ranks are gone."""
+        self._inbox.put(self._goodbye)
 
     @property
     def iteration(self) -> int:
         """Newest iteration that any rank of this cycle has published, 0 before the first."""
-        return 0
+        return max(node.progress.newest for node in self._nodes)
 
     @property
     def sealed_all(self) -> int:
         """Newest iteration that all ranks have sealed, 0 for none."""
-        return 0
-
-    def goodbye(self) -> None:
-        """Tell all agents to end once their ranks are gone."""
+        return self._saves.newest
 
     def close(self) -> None:
         """Stop. Agents that were not told goodbye go on and look for a new leader."""
+        self._closing.set()
+        self._thread.join(timeout=10)
+        if self._server is not None:
+            self._server.close()
+        for node in self._nodes:
+            if node.channel is not None:
+                node.channel.close()
+
+    # threads
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                call = self._inbox.get(timeout=_TICK_S)
+            except queue.Empty:
+                call = None
+            try:
+                if call is not None:
+                    call()
+                now = time.monotonic()
+                if now >= self._ticked + _TICK_S:
+                    self._tick(now)
+            except Exception:  # top of a thread: the leader must not die of one bad message
+                log.exception("leader_error")
+
+    def _serve(self, channel: Channel) -> None:
+        """Thread of a connection."""
+        try:
+            while not self._closing.is_set():
+                with contextlib.suppress(ChannelTimeoutError):
+                    message = p.from_wire(channel.recv(timeout_s=60))
+                    self._inbox.put(lambda message=message: self._hear(channel, message))  # type: ignore[misc] # bound now
+        except ChannelClosedError:
+            pass
+        except DataError as error:
+            event(log, "bad_message", level=logging.WARNING, peer=channel.peer, why=str(error))
+        finally:
+            channel.close()
+            self._inbox.put(lambda: self._broken(channel))
+
+    def _publish(self, auth: Auth) -> None:
+        document = {
+            "address": self.address,
+            "auth": auth.name,
+            "job_id": self._info.job_id,
+            "attempt": self._info.attempt,
+            "pid": os.getpid(),
+        }
+        try:
+            fsio.write_json(paths.leader(self._run_dir), document)
+        except OSError as error:
+            mend = "make the prefix writable: agents on other nodes cannot find a new leader"
+            event(log, "leader_not_published", level=logging.ERROR, path=self._run_dir, why=str(error), mend=mend)
+
+    # what agents say
+
+    def _hear(self, channel: Channel, message: p.Message) -> None:
+        now = time.monotonic()
+        if isinstance(message, p.Hello):
+            self._hello(channel, message, now)
+            return
+        if isinstance(message, p.Ask):
+            self._ask(channel, message, now)
+            return
+        place = next((place for place, node in enumerate(self._nodes) if node.channel is channel), None)
+        if place is None:
+            return
+        node = self._nodes[place]
+        node.heard = now
+        match message:
+            case p.Beat():
+                node.progress = Progress(newest=message.newest, rate=message.rate, at=now)
+            case p.Survey() if message.cycle == self._cycle:
+                self._restoring.survey(place, message.shards)
+                self._plan()
+            case p.Loaded():
+                self._loaded(message)
+            case p.Vote():
+                node.progress = Progress(newest=message.newest, rate=node.progress.rate, at=now)
+                faults.point("leader.vote")
+                self._conclude(
+                    self._agreement.vote(place, message.epoch, yes=message.yes, newest=message.newest, now=now)
+                )
+            case p.Sealed() if message.cycle == self._cycle:
+                self._sealed(message, now)
+            case p.Failed() if message.cycle == self._cycle:
+                self._fail(message.iteration, f"rank {message.rank}: {message.reason}")
+            case p.Noticed():
+                kind = NoticeKind(message.kind)
+                self._notice(Notice(kind=kind, stop=message.stop, deadline_s=message.deadline_s, source=message.source))
+            case p.Bye():
+                node.channel, node.broken, node.lost = None, None, True
+                channel.close()
+            case _:
+                pass
+
+    def _hello(self, channel: Channel, hello: p.Hello, now: float) -> None:
+        why = self._unwanted(hello)
+        if why:
+            event(log, "agent_refused", level=logging.WARNING, node=hello.node, why=why)
+            self._send(channel, p.Refused(reason=why))
+            channel.close()
+            return
+        node = self._nodes[hello.node_rank]
+        if node.channel is not None and node.channel is not channel:
+            self._conclude(self._agreement.lost(hello.node_rank))
+            node.channel.close()
+        if node.channel is None:
+            self.events.put(e.NodeJoined(node=node.name))
+        node.channel, node.pid, node.heard = channel, hello.pid, now
+        node.broken, node.lost = None, False
+        self._agreement.raise_epoch(hello.epoch)
+        self._send(channel, p.Cycle(cycle=self._cycle))
+        restoring = self._restoring
+        restoring.number = max(restoring.number, hello.plan)
+        if hello.cycle == self._cycle and hello.going and not restoring.going:
+            self._take_over(hello)
+        if restoring.plan is not None:
+            self._send(channel, restoring.plan)
+        if restoring.going:
+            self._send(channel, p.Go(plan=restoring.number))
+        if hello.voted:
+            self._send(channel, self._decided(hello.voted))
+        if self._durable:
+            self._send(channel, p.Durable(iteration=self._durable))
+        if hello.cycle == self._cycle and hello.sealed_all > self._saves.newest:
+            self._saves.newest = hello.sealed_all
+        if self._saves.newest:
+            self._send(channel, p.SealedAll(iteration=self._saves.newest))
+        if self._leaving:
+            self._send(channel, p.Goodbye())
+
+    def _unwanted(self, hello: p.Hello) -> str:
+        info = self._info
+        if (hello.job_id, hello.attempt) != (info.job_id, info.attempt):
+            return f"it is of job {hello.job_id} attempt {hello.attempt}, this is {info.job_id} {info.attempt}"
+        if not 0 <= hello.node_rank < len(self._nodes) or self._nodes[hello.node_rank].name != hello.node:
+            return f"node {hello.node} has no place {hello.node_rank} here"
+        return ""
+
+    def _take_over(self, hello: p.Hello) -> None:
+        """This leader is new, and the ranks train already: what one agent has heard is so."""
+        self._restoring.resume(hello.plan)
+        self._saves.newest = max(self._saves.newest, hello.sealed_all)
+        self._next_interval = time.monotonic() + (self._interval_s or math.inf)
+        found = self._decisions.newest(attempt=self._info.attempt, cycle=self._cycle)
+        if found is not None and found.iteration > self._saves.newest and self._committed is None:
+            proposal = p.Propose(
+                epoch=found.epoch, iteration=found.iteration, stop=found.stop, deadline_s=found.deadline_s
+            )
+            now = time.monotonic()
+            self._committed = _Committed(proposal, now, self._limit(proposal, now))
+        self._tell_all(p.Go(plan=hello.plan))
+        event(log, "leader_took_over", cycle=self._cycle, sealed_all=self._saves.newest)
+
+    def _decided(self, epoch: int) -> p.Decide:
+        """Return the decision on record; what was never decided is aborted, for good."""
+        found = self._decisions.read(epoch)
+        if found is not None:
+            return found[0]
+        abort = p.Decide(epoch=epoch, commit=False, iteration=0, stop=False)
+        if self._agreement.open is not None and self._agreement.open.epoch == epoch:
+            self._conclude(self._agreement.abort("an agent came back without its vote"))
+            return abort
+        return self._record(abort)
+
+    def _broken(self, channel: Channel) -> None:
+        self._asked = [asked for asked in self._asked if asked.channel is not channel]
+        for place, node in enumerate(self._nodes):
+            if node.channel is channel:
+                node.channel, node.broken = None, time.monotonic()
+                self._conclude(self._agreement.lost(place))
+
+    # restoring
+
+    def _start_cycle(self, cycle: int) -> None:
+        self._conclude(self._agreement.abort(f"cycle {cycle} starts"))
+        self._cycle = cycle
+        self._committed, self._stopped, self._wanted = None, False, False
+        self._next_interval = math.inf
+        self._restoring.start()
+        for node in self._nodes:
+            node.progress = Progress()
+        self._tell_all(p.Cycle(cycle=cycle))
+
+    def _plan(self) -> None:
+        plan = self._restoring.make(self._cycle)
+        if plan is None:
+            return
+        event(log, "plan", number=plan.number, iteration=plan.iteration, error=plan.error, cycle=self._cycle)
+        self._saves = Saves(self._world, newest=plan.complete)
+        self._tell_all(plan)
+        if plan.error:
+            self.events.put(e.RestoreFailed(cycle=self._cycle, why=plan.error))
+
+    def _loaded(self, loaded: p.Loaded) -> None:
+        restoring = self._restoring
+        if restoring.plan is None or loaded.plan != restoring.number or restoring.going:
+            return
+        if loaded.outcome != "ok":
+            event(log, "restore_failed", level=logging.WARNING, rank=loaded.rank, why=loaded.reason)
+            restoring.refuse(loaded)
+            self._plan()
+        elif restoring.loaded(loaded.rank):
+            self._tell_all(p.Go(plan=restoring.number))
+            self._next_interval = time.monotonic() + (self._interval_s or math.inf)
+            self.events.put(e.Restored(cycle=self._cycle, iteration=restoring.plan.iteration))
+
+    # agreement
+
+    def _propose(self, now: float, *, stop: bool) -> None:
+        progress = {place: node.progress for place, node in enumerate(self._nodes)}
+        deadline_s = self._stop.deadline_s if stop and self._stop is not None else None
+        proposal = self._agreement.propose(progress, now, stop=stop, deadline_s=deadline_s)
+        faults.point("leader.propose")
+        self._tell_all(proposal)
+
+    def _conclude(self, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        proposal, now = verdict.proposal, time.monotonic()
+        decide = p.Decide(
+            epoch=proposal.epoch,
+            commit=verdict.commit,
+            iteration=proposal.iteration,
+            stop=proposal.stop,
+            deadline_s=proposal.deadline_s,
+        )
+        faults.point("leader.before_record")
+        if verdict.commit:
+            decide = self._record(decide)
+        faults.point("leader.after_record")
+        event(
+            log,
+            "commit" if decide.commit else "abort",
+            epoch=decide.epoch,
+            iteration=decide.iteration,
+            stop=decide.stop,
+            why=verdict.why,
+        )
+        self._tell_all(decide)
+        if decide.commit:
+            self._committed = _Committed(proposal, now, self._limit(proposal, now))
+            self._wanted = False
+        else:
+            # a rank was already there: at once again and higher; anything else needs a moment
+            self._next_try = now if "is at iteration" in verdict.why else now + 0.2
+
+    def _record(self, decide: p.Decide) -> p.Decide:
+        try:
+            return self._decisions.record(decide, attempt=self._info.attempt, cycle=self._cycle)
+        except OSError as error:
+            event(log, "decision_not_recorded", level=logging.ERROR, path=self._run_dir, why=str(error))
+            return p.Decide(epoch=decide.epoch, commit=False, iteration=decide.iteration, stop=decide.stop)
+
+    def _limit(self, proposal: p.Propose, now: float) -> float:
+        if not proposal.stop:
+            return now + self._save_wait()
+        if proposal.deadline_s is None:
+            return now + STOP_WAIT_S
+        return now + max(0.0, proposal.deadline_s - time.time())
+
+    def _save_wait(self) -> float:
+        rate = max(node.progress.rate for node in self._nodes)
+        return SAVE_WAIT_S + (20 / rate if rate > 0 else 0.0)
+
+    # saves
+
+    def _sealed(self, sealed: p.Sealed, now: float) -> None:
+        for name, seconds in sealed.costs_s.items():
+            self.costs.add(name, seconds)
+        since = self._saves.since(sealed.iteration)
+        if not self._saves.sealed(sealed.iteration, sealed.rank, now):
+            return
+        committed = self._committed
+        if committed is not None and sealed.iteration >= committed.proposal.iteration:
+            self.costs.add("save", now - committed.asked)
+        elif since is not None:
+            self.costs.add("save", now - since)
+        self._save_costs()
+        self._tell_all(p.SealedAll(iteration=sealed.iteration))
+        self.events.put(e.SealedAll(iteration=sealed.iteration))
+        self._next_interval = now + (self._interval_s or math.inf)
+        self._answer_asked()
+        if committed is not None and sealed.iteration >= committed.proposal.iteration:
+            self._finish(committed, saved=True)
+
+    def _fail(self, iteration: int, why: str) -> None:
+        if not self._saves.failed(iteration):
+            return
+        event(log, "save_failed", level=logging.ERROR, iteration=iteration, why=why)
+        self._tell_all(p.Abandon(iteration=iteration))
+        self.events.put(e.SaveFailed(iteration=iteration, why=why))
+        committed = self._committed
+        if committed is not None and iteration >= committed.proposal.iteration:
+            self._finish(committed, saved=False)
+
+    def _finish(self, committed: _Committed, *, saved: bool) -> None:
+        self._committed = None
+        if committed.proposal.stop:
+            self._stopped = True
+            newest = self._saves.newest
+            level = Level.DURABLE if newest and self._durable >= newest else Level.LOCAL
+            self.events.put(e.StopReached(iteration=newest, level=level, saved=saved))
+
+    def _save_costs(self) -> None:
+        try:
+            self.costs.save(self._run_dir)
+        except OSError as error:
+            event(log, "costs_not_saved", level=logging.WARNING, path=paths.costs(self._run_dir), why=str(error))
+
+    def _is_durable(self, iteration: int, drain_s: float | None) -> None:
+        self._durable = max(self._durable, iteration)
+        if drain_s is not None:
+            self.costs.add("drain", drain_s)
+            self._save_costs()
+        self._tell_all(p.Durable(iteration=iteration))
+        self._answer_asked()
+
+    # notices
+
+    def _notice(self, notice: Notice) -> None:
+        if not notice.stop:
+            self._wanted = True
+            self.events.put(e.NoticeSeen(notice=notice))
+            return
+        known = self._stop
+        deadlines = [one.deadline_s for one in (known, notice) if one is not None and one.deadline_s is not None]
+        earliest = min(deadlines, default=None)
+        new = known is None or known.deadline_s != earliest or known.kind != notice.kind
+        self._stop = Notice(kind=notice.kind, stop=True, deadline_s=earliest, source=notice.source)
+        if new:
+            self.events.put(e.NoticeSeen(notice=notice))
+        committed = self._committed
+        if earliest is not None and committed is not None and committed.proposal.stop:
+            limit = time.monotonic() + max(0.0, earliest - time.time())
+            self._committed = _Committed(committed.proposal, committed.asked, min(limit, committed.until))
+            self._tell_all(p.Deadline(deadline_s=earliest))
+
+    def _ask(self, channel: Channel, ask: p.Ask, now: float) -> None:
+        self._asked.append(_Asked(channel, ask, self.iteration, now + ask.timeout_s))
+        self._notice(Notice(kind=NoticeKind.PERSON, stop=ask.stop, source=f"asked by uid {channel.peer_uid}"))
+
+    def _answer_asked(self) -> None:
+        now = time.monotonic()
+        for asked in list(self._asked):
+            reached = self._saves.newest if asked.ask.level == "local" else self._durable
+            if reached >= max(1, asked.above):
+                answer = p.Answer(ok=True, iteration=reached, words=f"iteration {reached} is {asked.ask.level}")
+            elif now >= asked.until:
+                words = f"not {asked.ask.level} within {asked.ask.timeout_s:g} s"
+                answer = p.Answer(ok=False, iteration=reached, words=words)
+            else:
+                continue
+            self._asked.remove(asked)
+            self._send(asked.channel, answer)
+
+    # time
+
+    def _tick(self, now: float) -> None:
+        late, self._ticked = now - self._ticked > _HICCUP_S, now
+        for node in self._nodes:
+            if late:
+                node.heard = now
+            if node.channel is not None and now > node.heard + SILENCE_S:
+                event(log, "agent_silent", level=logging.WARNING, node=node.name)
+                node.channel.close()
+                self._broken(node.channel)
+                self._lose(node, f"silent for {SILENCE_S:g} s")
+            elif node.channel is None and node.broken is not None and now > node.broken + RECONNECT_S:
+                self._lose(node, "its connection broke" if node.pid else f"its agent has not come in {JOIN_S:g} s")
+        self._conclude(self._agreement.tick(now))
+        for iteration in self._saves.overdue(now, self._save_wait()):
+            if self._committed is None or not self._committed.proposal.stop:
+                self._fail(iteration, "not sealed by all ranks in time")
+        committed = self._committed
+        if committed is not None and now >= committed.until:
+            self._fail(committed.proposal.iteration, "not saved by all ranks in time")
+            if self._committed is committed:  # given up before
+                self._finish(committed, saved=False)
+        self._answer_asked()
+        self._maybe_propose(now)
+
+    def _lose(self, node: _Node, why: str) -> None:
+        node.broken = None
+        if not node.lost:
+            node.lost = True
+            self.events.put(e.NodeLost(node=node.name, why=why))
+
+    def _maybe_propose(self, now: float) -> None:
+        if self._agreement.open is not None or self._committed is not None or self._stopped or now < self._next_try:
+            return
+        if not self._restoring.going or any(node.channel is None for node in self._nodes):
+            return
+        if self._stop is not None:
+            self._propose(now, stop=True)
+        elif self._wanted or now >= self._next_interval:
+            if now >= self._next_interval:
+                self._next_interval = now + (self._interval_s or math.inf)
+                self._wanted = True
+            self._propose(now, stop=False)
+
+    # sending
+
+    def _goodbye(self) -> None:
+        self._leaving = True
+        self._tell_all(p.Goodbye())
+
+    def _tell_all(self, message: p.Message) -> None:
+        for node in self._nodes:
+            if node.channel is not None:
+                self._send(node.channel, message)
+
+    def _send(self, channel: Channel, message: p.Message) -> None:
+        with contextlib.suppress(ChannelClosedError):  # its thread reports that
+            channel.send(p.to_wire(message), timeout_s=SEND_S)
+
+    @property
+    def _world(self) -> int:
+        return len(self._nodes) * self._per_node

@@ -5,14 +5,18 @@ an object with its type's name in ``t`` and the fields.
 
 Life of a cycle::
 
-    agent → leader    Hello (what it is, which shards it has)
-    leader → agents   Plan  (what every rank restores from; repeated with a higher number when an artefact is bad)
-    agent → leader    Loaded (one per rank)
-    leader → agents   Go    (all have loaded: train)
-    agent → leader    Beat  (once a second), Noticed (a signal of a grace period), Sealed / Failed (one per rank and save)
+    agent → leader    Hello   (who it is, what it knows; again after every reconnection)
+    leader → agent    Cycle   (which cycle this is)
+    agent → leader    Survey  (sealed shards here, once what is being sealed is done)
+    leader → agents   Plan    (what every rank restores from; again with a higher number when an artefact is bad)
+    agent → leader    Loaded  (one per rank)
+    leader → agents   Go      (all have loaded: train)
+    agent → leader    Beat    (once a second), Noticed (signal of a grace period), Sealed / Failed (per rank and save)
     leader → agents   Propose → Vote → Decide   (agreement on an iteration, see agent.agreement)
     leader → agents   SealedAll / Abandon / Durable / Deadline
     leader → agents   Goodbye
+
+What an agent has said and the leader may not have heard is said again after a reconnection; hearing it twice is fine.
 
 **Pins.** A mover that reads the shards of an iteration holds ``core.pins.hold(job_dir, iteration)``: a shared lock on
 ``<job dir>/pins/<iteration>``. Take it first, then read the manifests: while it is held, the agent neither removes a
@@ -46,30 +50,36 @@ class Hello(Message):
     Attributes:
         node: Name of the node.
         node_rank: Its place.
-        ranks: Global ranks of the node.
         job_id: Job, so that an agent of another one is refused.
         attempt: Attempt.
         pid: Process of the agent; another pid means that it is a new agent.
-        shards: Sealed shards here, as (iteration, rank) pairs.
-        voted: Epoch for which it said yes without having heard the decision, or 0.
-        epoch: Newest epoch it knows.
-        newest: Newest iteration that a rank here has published.
+        cycle: Cycle that its control page is for, -1 for none.
         plan: Newest plan it knows, 0 for none.
-        loaded: Ranks that have loaded that plan.
+        going: Whether it has heard Go for that plan.
+        epoch: Newest epoch it knows.
+        voted: Epoch for which it said yes without having heard the decision, or 0.
+        sealed_all: Newest iteration of which it knows that all ranks have sealed it.
     """
 
     node: str
     node_rank: int
-    ranks: list[int]
     job_id: int
     attempt: int
     pid: int
-    shards: list[list[int]]
-    voted: int = 0
-    epoch: int = 0
-    newest: int = 0
+    cycle: int = -1
     plan: int = 0
-    loaded: list[int] = dataclasses.field(default_factory=list)
+    going: bool = False
+    epoch: int = 0
+    voted: int = 0
+    sealed_all: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey(Message):
+    """Sealed shards of the node, as (iteration, rank) pairs, for the ranks that are placed there."""
+
+    cycle: int
+    shards: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +194,13 @@ class Answer(Message):
 
 
 # leader → agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle(Message):
+    """Answer to Hello, and again at the start of each cycle: which cycle it is; answered with Survey."""
+
+    cycle: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from slurm_resil.comm.munge import Munge
-from slurm_resil.core.errors import NotPermittedError
+from slurm_resil.comm.munge import Munge, socket_path
+from slurm_resil.core import paths
+from slurm_resil.core.errors import NotPermittedError, ServiceError
 
 PURPOSE = "slurm_resil channel 1"
 KEY_BYTES = 32
@@ -125,6 +126,21 @@ class KeyAuth:
         if len(key) < KEY_BYTES:
             raise NotPermittedError(f"the key {self.path} has {len(key)} bytes", mend="remove it", path=self.path)
         return key
+
+
+def server_auth(run_dir: str) -> Auth:
+    """Choose the way for a leader: MUNGE where it works here, else a key file in the run's directory."""
+    socket = socket_path(os.environ)
+    try:
+        Munge(socket).encode(b"")
+    except ServiceError:
+        return KeyAuth(paths.leader_key(run_dir)).create()
+    return MungeAuth(socket)
+
+
+def client_auth(run_dir: str, name: str) -> Auth:
+    """Choose the way that a leader has named (``munge`` or ``key``)."""
+    return KeyAuth(paths.leader_key(run_dir)) if name == KeyAuth.name else MungeAuth(socket_path(os.environ))
 
 
 def _mac(key: bytes, data: bytes) -> str:

@@ -7,7 +7,7 @@ The race that matters: a rank stores its iteration and then loads the proposal, 
 and then loads the iterations. Without a full barrier both can miss each other. The rank runs Python and cannot
 issue a fence, so the agent does it for both sides with ``membarrier(MEMBARRIER_CMD_GLOBAL)``.
 
-Head words: see ``MAGIC`` to ``FAILED``; rank block words: see ``ITERATION`` to ``WAITING``.
+Head words: see ``MAGIC`` to ``ATTEMPT``; rank block words: see ``ITERATION`` to ``WAITING``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ SEALED_ALL = 6  # newest iteration that all ranks of the run have sealed
 AGENT_BEAT = 7  # the agent's monotonic clock in ms, refreshed about once a second
 DEADLINE = 8  # Unix time in ms by which a stop must be over, 0 if there is none
 FAILED = 9  # newest iteration that was given up: it will never be in SEALED_ALL
+VOTED = 10  # epoch for which the agent has said yes
+CYCLE = 11  # launch of the ranks that the page is for
+ATTEMPT = 12
 HEAD_WORDS = 16
 
 # block of a rank, written by that rank

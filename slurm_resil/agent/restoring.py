@@ -1,0 +1,108 @@
+"""The leader's side of a restore: surveys in, plans out, until every rank has loaded the same iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+
+from slurm_resil.agent.protocol import Loaded, Plan
+from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
+from slurm_resil.core import paths
+from slurm_resil.core.log import event
+
+log = logging.getLogger(__name__)
+
+
+class Restoring:
+    """Decides for one cycle after the other.
+
+    Args:
+        run_dir: Run's directory.
+        nodes: Number of nodes.
+        ranks_per_node: Ranks of each.
+
+    Attributes:
+        number: Number of the newest plan.
+        plan: Plan that is being loaded or was loaded; None before all surveys are there.
+        going: Whether all ranks have loaded it.
+    """
+
+    def __init__(self, run_dir: str, nodes: int, ranks_per_node: int) -> None:
+        self._run_dir, self._nodes, self._per_node = run_dir, nodes, ranks_per_node
+        self.number = 0
+        self._bad: dict[tuple[int, int], str] = {}  # kept over cycles: no artefact is tried twice
+        self.start()
+
+    def start(self) -> None:
+        """Begin a cycle."""
+        self.plan: Plan | None = None
+        self.going = False
+        self._error = ""
+        self._again = False
+        self._shards: dict[int, set[int]] = {}
+        self._surveyed: set[int] = set()
+        self._loaded: set[int] = set()
+
+    def resume(self, number: int) -> None:
+        """The ranks of this cycle train already."""
+        self.number, self.going = number, True
+
+    def survey(self, place: int, shards: Sequence[tuple[int, int]]) -> None:
+        """Hear which (iteration, rank) pairs a node has; those of ranks that are placed elsewhere do not count."""
+        if self.going:
+            return
+        own = range(place * self._per_node, (place + 1) * self._per_node)
+        for rank in own:
+            self._shards[rank] = {iteration for iteration, owner in shards if owner == rank}
+        self._surveyed.add(place)
+
+    def make(self, cycle: int) -> Plan | None:
+        """Make a plan if one is due: the first when all surveys are there, another after each refusal."""
+        if self.going or len(self._surveyed) < self._nodes or (self.plan is not None and not self._again):
+            return None
+        self._again = False
+        durable: set[int] = set()
+        try:
+            durable = drained_iterations(self._run_dir)
+        except OSError as error:
+            self._error = self._error or f"cannot read {self._run_dir}: {error.strerror}"
+        choice = choose(self._shards, durable, self._bad, self._nodes * self._per_node)
+        self.number += 1
+        self._loaded = set()
+        self.plan = Plan(
+            number=self.number,
+            cycle=cycle,
+            iteration=choice.iteration,
+            sources=list(choice.sources),
+            complete=choice.complete,
+            lost=[(iteration, rank, why) for (iteration, rank), why in self._bad.items()],
+            error=self._error,
+        )
+        return self.plan
+
+    def loaded(self, rank: int) -> bool:
+        """Hear that a rank has loaded the plan; True when it was the last one."""
+        self._loaded.add(rank)
+        self.going = len(self._loaded) == self._nodes * self._per_node
+        return self.going
+
+    def refuse(self, loaded: Loaded) -> None:
+        """Hear that a rank cannot load its part: another plan is due."""
+        assert self.plan is not None
+        self._again = True
+        if loaded.outcome == "error":
+            self._error = f"rank {loaded.rank}: {loaded.reason}"
+            return
+        iteration = self.plan.iteration
+        if self.plan.sources[loaded.rank] == "local":
+            self._bad[iteration, loaded.rank] = loaded.reason
+            return
+        self._bad[iteration, DRAINED] = loaded.reason
+        source, target = paths.drained_manifest(self._run_dir, iteration), paths.drained_bad(self._run_dir, iteration)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.replace(source, target)
+            except PermissionError as error:
+                event(log, "bad_not_marked", level=logging.ERROR, path=source, why=str(error))

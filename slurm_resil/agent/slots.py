@@ -1,0 +1,126 @@
+"""Which slot a rank may write next.
+
+The newest iteration that *all* ranks of the run have sealed is never overwritten on any node, and neither is a newer
+one that may still become that. Older ones and those that were given up are, the oldest first, unless somebody reads
+them (core.pins).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slurm_resil.core import paths, pins
+
+_NAME = re.compile(r"^(\d+)-(\d+)\.h5$")
+
+
+def parse(name: str) -> tuple[int, int] | None:
+    """(rank, index) of a slot file's name."""
+    match = _NAME.match(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass
+class _Slot:
+    iteration: int = 0  # what it holds, or what is being written; 0 for nothing
+    busy: bool = False  # being written or sealed
+
+
+class Slots:
+    """Slots of one rank.
+
+    Args:
+        job_dir: Job's directory in the burst buffer.
+        rank: Global rank.
+        count: Number of slots.
+    """
+
+    def __init__(self, job_dir: str, rank: int, count: int) -> None:
+        self._job_dir, self._rank = job_dir, rank
+        self._slots = [_Slot() for _ in range(count)]
+
+    def holds(self, index: int, iteration: int) -> None:
+        """Say that a slot holds a sealed shard."""
+        if index < len(self._slots):
+            self._slots[index] = _Slot(iteration)
+
+    def lease(self, iteration: int, expendable: Callable[[int], bool]) -> int | None:
+        """Take a slot for an iteration; its old shard's manifest is removed first.
+
+        Args:
+            iteration: What will be written.
+            expendable: Whether a sealed iteration may be overwritten.
+
+        Returns:
+            Index of the slot, None if none is free.
+
+        Raises:
+            OSError: A manifest could not be removed.
+        """
+        order = sorted(range(len(self._slots)), key=lambda index: self._slots[index].iteration)
+        for index in order:
+            slot = self._slots[index]
+            if slot.busy or (slot.iteration and not expendable(slot.iteration)):
+                continue
+            if slot.iteration and not self._evict(slot.iteration):
+                continue
+            self._slots[index] = _Slot(iteration, busy=True)
+            return index
+        return None
+
+    def sealing(self, index: int, iteration: int) -> bool:
+        """Say that a slot is about to be sealed; False if this is not the rank's to seal."""
+        if not 0 <= index < len(self._slots):
+            return False
+        slot = self._slots[index]
+        if slot.busy and slot.iteration != iteration:
+            return False
+        self._slots[index] = _Slot(iteration, busy=True)  # also after a restart of the agent, which forgot the lease
+        return True
+
+    def sealed(self, iteration: int) -> None:
+        """Say that the slot of an iteration is sealed."""
+        for slot in self._slots:
+            if slot.iteration == iteration:
+                slot.busy = False
+
+    def free(self, iteration: int) -> None:
+        """Say that the slot of an iteration holds nothing."""
+        for slot in self._slots:
+            if slot.iteration == iteration:
+                slot.iteration, slot.busy = 0, False
+
+    def free_unsealed(self, sealing: Callable[[int], bool]) -> list[int]:
+        """Free what was leased and will not be written any more; returns those iterations."""
+        found = [slot.iteration for slot in self._slots if slot.busy and not sealing(slot.iteration)]
+        for iteration in found:
+            self.free(iteration)
+        return found
+
+    def discard_above(self, iteration: int) -> list[int]:
+        """Remove the manifests of everything sealed above an iteration: training goes another way from there."""
+        found = [slot.iteration for slot in self._slots if slot.iteration > iteration and not slot.busy]
+        for newer in found:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(paths.manifest(self._job_dir, newer, self._rank))
+            self.free(newer)
+        return found
+
+    def words(self) -> str:
+        """What holds the slots, for a message."""
+        return ", ".join(
+            f"slot {index} {'is being sealed for' if slot.busy else 'holds'} iteration {slot.iteration}"
+            for index, slot in enumerate(self._slots)
+            if slot.iteration
+        )
+
+    def _evict(self, iteration: int) -> bool:
+        with pins.exclude(self._job_dir, iteration) as mine:
+            if mine:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(paths.manifest(self._job_dir, iteration, self._rank))
+            return mine

@@ -1,0 +1,26 @@
+"""What the agent needs from the burst buffer; whoever starts it brings the real one along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from slurm_resil.format.manifest import ShardManifest
+
+
+class Store(Protocol):
+    """The node's sealed shards. Methods may be called from several threads."""
+
+    def sealed(self) -> Mapping[int, Mapping[int, str]]:
+        """Paths of the manifests, by iteration and rank."""
+
+    def seal(self, draft: ShardManifest) -> ShardManifest:
+        """Hash a written slot and publish its manifest.
+
+        Raises:
+            ResilError: It is not what the draft says; nothing is published.
+            OSError: The file system refused.
+        """
+
+    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
+        """Take a shard out of the candidates, and keep it."""
