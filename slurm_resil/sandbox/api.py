@@ -78,8 +78,8 @@ class Sandbox:
             daemons.accounting()
         controller = daemons.slurmctld(first=True)
         nodes = {name: daemons.slurmd(name) for name in self.spec.node_names}
+        daemons.make_spares(controller)
         daemons.wait_idle(controller, nodes)
-        daemons.make_spares()
 
     @classmethod
     def attach(cls, path: Path | str) -> Sandbox:

@@ -247,6 +247,10 @@ class Daemons:
             ConfigError: A daemon ended, or they were not in time; quotes the log of the daemon at fault.
         """
         states: dict[str, str] = {}
+        wanted = {name: "reserved" if name in self.spec.spare_names else "idle" for name in nodes}
+
+        def waiting() -> list[str]:
+            return [name for name in nodes if states.get(name) != wanted[name]]
 
         def idle() -> bool:
             nonlocal states
@@ -254,20 +258,29 @@ class Daemons:
             for name, proc in nodes.items():
                 self._alive_or_fail(proc, f"node {name}", f"{name}.out", f"slurmd-{name}.log")
             states = self.node_states()
-            return len(states) == len(nodes) and all(state in ("idle", "reserved") for state in states.values())
+            return not waiting()
 
         try:
             wait_until("all nodes idle", idle, timeout_s=self.spec.start_timeout_s, poll_s=0.1)
         except ServiceError as error:
-            bad = [name for name in nodes if states.get(name) not in ("idle", "reserved")]
+            bad = waiting()
             logs = [f"slurmd-{bad[0]}.log", f"{bad[0]}.out"] if bad and states else []
             said = ", ".join(f"{name} {states.get(name, 'unknown')}" for name in bad)
             raise self.failure(f"{error}; {said}", *logs, "slurmctld.out", "slurmctld.log") from error
 
-    def make_spares(self) -> None:
+    def make_spares(self, controller: Proc) -> None:
         """Reserve the spare pool: nobody's jobs run there until a reservation that overlaps it lets one in."""
         if not self.spec.spares:
             return
+
+        def answers() -> bool:
+            self._alive_or_fail(controller, "slurmctld", "slurmctld.out", "slurmctld.log")
+            return bool(self.node_states())
+
+        try:
+            wait_until("an answer of slurmctld", answers, timeout_s=self.spec.start_timeout_s, poll_s=0.1)
+        except ServiceError as error:
+            raise self.failure(str(error), "slurmctld.out", "slurmctld.log") from error
         self.run(
             [
                 self.tools["scontrol"],
@@ -281,9 +294,3 @@ class Daemons:
                 "Flags=IGNORE_JOBS",
             ]
         )
-
-        def reserved() -> bool:
-            states = self.node_states()
-            return all(states.get(name) == "reserved" for name in self.spec.spare_names)
-
-        wait_until("the reservation of the spares", reserved, timeout_s=20.0, poll_s=0.1)
