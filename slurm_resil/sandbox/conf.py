@@ -17,6 +17,8 @@ from slurm_resil.sandbox.spec import (
 
 Version = tuple[int, int]
 
+EXTRA_MARK = "# --slurm-conf-extra"
+
 _SCHEDULER = ",".join(
     (
         "sched_interval=2",
@@ -74,8 +76,49 @@ def _lines(values: Mapping[str, object]) -> str:
     return "".join(f"{key}={value}\n" for key, value in values.items() if value != "")
 
 
-def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Version) -> str:
-    """Render slurm.conf."""
+def _keys(extra: str) -> set[str]:
+    """What the lines of a slurm.conf set, lower case; a partition counts by its name."""
+    found = set()
+    for match in re.finditer(r"^[ \t]*(\w+)[ \t]*=[ \t]*(\S*)", extra, re.MULTILINE):
+        key, value = match[1].lower(), match[2]
+        found.add(f"{key}={value}" if key == "partitionname" else key)
+    return found
+
+
+def extra_line(text: str, number: int) -> int | None:
+    """Which line of the extra file a line of slurm.conf is, both counted from 1; None if it is one of ours."""
+    head, mark, _ = text.partition(EXTRA_MARK)
+    first = head.count("\n") + 1
+    return number - first if mark and number > first else None
+
+
+def extra_of(text: str) -> str:
+    """The extra lines of a slurm.conf."""
+    return text.partition(f"{EXTRA_MARK}\n")[2]
+
+
+def suspects(extra: str, said: str) -> list[str]:
+    """Which lines of the extra file an error speaks of, as ``line N: TEXT``: it names their key or their value."""
+    words = set(re.findall(r"[\w/]{3,}", said))
+    found = []
+    for number, line in enumerate(extra.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if words & set(re.findall(r"[\w/]{3,}", content)):
+            found.append(f"line {number}: {content}")
+    return found
+
+
+def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Version, extra: str = "") -> str:
+    """Render slurm.conf.
+
+    Args:
+        spec: What is asked for.
+        layout: Where everything lies.
+        at: Addresses, ports, user.
+        version: Slurm's.
+        extra: Lines that come last. What they set is left out above: Slurm's commands complain about a key given twice.
+    """
+    theirs = _keys(extra)
     ctld_params = ["preempt_send_user_signal"] if spec.preempt_signal and version < (23, 2) else []
     values: dict[str, object] = {
         "ClusterName": "sandbox",
@@ -126,14 +169,18 @@ def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Versio
             "AccountingStorageHost": at.address,
             "AccountingStoragePort": at.slurmdbd_port,
         }
+    values = {key: value for key, value in values.items() if key.lower() not in theirs}
     text = "# written by `slurm-resil sandbox up`\n" + _lines(values) + _nodes(spec, at)
     everyone = "Nodes=ALL OverSubscribe=NO MaxTime=7-00:00:00 DefaultTime=1:00:00 State=UP"
-    text += (
-        f"PartitionName=train {everyone} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_time_s}\n"
-        f"PartitionName=urgent {everyone} Default=NO PriorityTier=10 PreemptMode=OFF\n"
-    )
-    if spec.slurm_conf_extra is not None:
-        text += f"Include {layout.etc / 'extra.conf'}\n"
+    partitions = {
+        "train": f"Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_time_s}",
+        "urgent": "Default=NO PriorityTier=10 PreemptMode=OFF",
+    }
+    for name, own in partitions.items():
+        if f"partitionname={name}" not in theirs:
+            text += f"PartitionName={name} {everyone} {own}\n"
+    if extra:
+        text += f"{EXTRA_MARK}\n{extra.rstrip()}\n"
     return text
 
 

@@ -110,17 +110,35 @@ class Daemons:
         return done
 
     def failure(self, what: str, *logs: str) -> ResilError:
-        """The error for a daemon that does not come up, with what its logs say."""
-        quotes = []
+        """The error for a daemon that does not come up, with what its logs say.
+
+        Args:
+            what: What went wrong.
+            logs: Names of logs, those first that tell most; those after one with a fatal error are not needed.
+        """
+        quotes: list[str] = []
         for name in logs:
             text = tail(self.layout.log / name, only_errors=True)
             if text:
-                quotes.append(f"--- {name}\n{text}")
-        text = "\n".join((what, *quotes))
-        extra = self.spec.slurm_conf_extra
-        if extra is not None:
-            text = text.replace(str(self.layout.etc / "extra.conf"), str(extra))
-        return ConfigError(text)
+                quotes.append(f"{name}:\n{text}")
+            if "fatal" in text:
+                break
+        return ConfigError("\n".join((what, *self._in_their_terms("\n".join(quotes)))))
+
+    def _in_their_terms(self, text: str) -> list[str]:
+        """Name the line of the site's own file where Slurm names one of the file that we made of it, or none."""
+        theirs = self.spec.slurm_conf_extra
+        ours = self.layout.slurm_conf
+        if theirs is None or not ours.is_file():
+            return [text]
+        rendered = ours.read_text(encoding="utf-8")
+
+        def translate(match: re.Match[str]) -> str:
+            number = conf.extra_line(rendered, int(match[1]))
+            return match[0] if number is None else f"{theirs} line {number}"
+
+        text = re.sub(rf"{re.escape(str(ours))} line (\d+)", translate, text)
+        return [text, *(f"{theirs} {found}" for found in conf.suspects(conf.extra_of(rendered), text))]
 
     def _alive_or_fail(self, proc: Proc, name: str, *logs: str) -> None:
         if not proc.alive:

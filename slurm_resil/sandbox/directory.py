@@ -89,16 +89,15 @@ def fill(layout: Layout, record: Record) -> None:
         shutil.copyfile(file, copy)
         copy.chmod(0o755)
         plugins.append(" ".join((str(copy), *arguments)))
+    extra = spec.slurm_conf_extra.read_text(encoding="utf-8") if spec.slurm_conf_extra is not None else ""
     files = {
-        "slurm.conf": conf.slurm_conf(spec, layout, at, version),
+        "slurm.conf": conf.slurm_conf(spec, layout, at, version, extra),
         "cgroup.conf": conf.cgroup_conf(version),
         "plugstack.conf": conf.plugstack_conf(tuple(plugins)),
         "passwd": conf.passwd(Path("/etc/passwd").read_text(encoding="utf-8"), layout),
         "group": conf.group(Path("/etc/group").read_text(encoding="utf-8")),
         "hosts": conf.hosts(spec),
     }
-    if spec.slurm_conf_extra is not None:
-        files["extra.conf"] = spec.slurm_conf_extra.read_text(encoding="utf-8")
     for name, text in files.items():
         fsio.write_atomic(layout.etc / name, text.encode(), sync=False)
     value = dataclasses.asdict(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,9 @@ from slurm_resil.sandbox.ns import start_ticks
 
 T = TypeVar("T")
 _POLL_S = 0.02
+_TELLING = re.compile("error|fatal|insecure|denied", re.IGNORECASE)
+# what Slurm calls an error at each first start, or without PMIx
+_NOISE = re.compile("pmix|state (save )?file|fed_mgr|MailProg|not recommended values", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,5 +116,5 @@ def tail(path: Path, *, lines: int = 12, only_errors: bool = False) -> str:
     except OSError:
         return ""
     if only_errors:
-        text = [line for line in text if any(word in line.lower() for word in ("error", "fatal", "insecure"))] or text
+        text = [line for line in text if _TELLING.search(line) and not _NOISE.search(line)] or text
     return "\n".join(text[-lines:])

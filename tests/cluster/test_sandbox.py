@@ -13,7 +13,7 @@ import pytest
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, TryAgainError, UsageError
 from slurm_resil.sandbox import Sandbox, SandboxSpec
-from slurm_resil.sandbox.procs import Proc, wait_until
+from slurm_resil.sandbox.procs import Proc, wait_gone, wait_until
 from slurm_resil.sandbox.teardown import tear_down
 
 pytestmark = pytest.mark.cluster
@@ -136,9 +136,7 @@ def test_exec_leaves_nothing_when_it_is_killed(cluster):
 
 def test_spares_run_nothing_until_a_guard_reservation_lets_a_job_in(cluster):
     assert cluster.node_states()["node4"] == "reserved"
-    refused = cluster.run(
-        ["srun", "--immediate=3", "-w", "node4", "hostname"], user="alice", check=False, timeout_s=30
-    )
+    refused = cluster.run(["srun", "--immediate=3", "-w", "node4", "hostname"], user="alice", check=False, timeout_s=30)
     assert refused.returncode != 0
     cluster.run(
         [
@@ -280,7 +278,9 @@ def test_down_after_the_keeper_was_killed_or_its_record_torn(cluster_factory, to
         with pytest.raises(TryAgainError, match="half started"):
             Sandbox.attach(sandbox.layout.dir)
     else:
-        os.kill(Proc.load(sandbox.layout.keeper).pid, signal.SIGKILL)
+        keeper = Proc.load(sandbox.layout.keeper)
+        os.kill(keeper.pid, signal.SIGKILL)
+        wait_gone([keeper])
         with pytest.raises(TryAgainError, match="crashed"):
             Sandbox.attach(sandbox.layout.dir)
     assert cli("down", "--dir", str(sandbox.layout.dir)).returncode == 0
@@ -315,20 +315,30 @@ def test_down_spares_what_is_not_a_sandbox(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="not a sandbox"):
         tear_down(tmp_path)
-    with pytest.raises(UsageError, match="not empty"):
-        Sandbox.up(SandboxSpec(dir=tmp_path / "file" / ".." / "..", nodes=1, rootless=True))
     assert (tmp_path / "file").read_text() == "mine"
+    path = short_dir()
+    path.mkdir()
+    (path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        Sandbox.up(SandboxSpec(dir=path, nodes=1))
+    assert [file.name for file in path.iterdir()] == ["file"]
+    (path / "file").unlink()
+    assert not tear_down(path)
+    assert not path.exists()
 
 
-def test_a_bad_line_for_slurm_conf_is_quoted_and_nothing_is_left(tmp_path):
+@pytest.mark.parametrize(
+    "line", ["NoSuchKey=1", "no key at all", "KillWait=abc", "PartitionName=x Nodes=node99", "SelectType=select/none"]
+)
+def test_a_bad_line_for_slurm_conf_is_quoted_and_nothing_is_left(tmp_path, line):
     before = footprint()
     extra = tmp_path / "site.conf"
-    extra.write_text("KillWait=9\nNoSuchKey=1\n")
+    extra.write_text(f"SlurmdTimeout=9\n{line}\n")
     path = short_dir()
     with pytest.raises(ConfigError) as caught:
         Sandbox.up(SandboxSpec(dir=path, nodes=2, slurm_conf_extra=extra))
-    assert "NoSuchKey" in str(caught.value)
     assert f"{extra} line 2" in str(caught.value)
+    assert line in str(caught.value)
     assert not path.exists()
     wait_until("the end of everything", lambda: not left_since(before), timeout_s=10)
 
