@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import story
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBSCRIPTS = ROOT / "jobscripts"
@@ -77,3 +79,40 @@ def test_bootstrap_wants_a_cache_that_jobs_can_read(tmp_path: Path) -> None:
     result = run([BOOTSTRAP, "--no-system"], env={**os.environ, "SLURM_RESIL_CACHE": str(tmp_path / "cache")})
     assert result.returncode == 1
     assert "closed to other users" in result.stderr
+
+
+LOG = """\
+0: starting at iteration 0 with 4 ranks
+0: iteration 1 loss 5.5 seconds 0.1
+0: iteration 2 loss 5.4 seconds 0.1
+2: iteration 9 loss 5.4 seconds 0.1
+srun: error: node3: iteration 7
+0: starting at iteration 1 with 4 ranks
+0: iteration 2 loss 5.4 seconds 0.1
+0: iteration 3 loss 5.3 sec"""
+
+
+def test_what_a_job_lost_is_read_from_its_output(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = story.Job(id=1, directory=tmp_path, log=log)
+    job.read_log()
+    assert (job.iteration, job.starts) == (0, [])
+    for end in range(0, len(LOG), 7):  # as it grows
+        log.write_text(LOG[:end])
+        job.read_log()
+    log.write_text(LOG)
+    job.read_log()
+    assert job.starts == [0, 1]
+    assert job.iteration == 2  # of the last line only a part is there
+    assert job.lost(1) == 1
+    assert job.gap_s(1) >= 0
+
+
+def test_a_single_different_value_is_found(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        for rank in range(story.RANKS):
+            parts = {"model.w": "aa", "loader.position": "bb" if (name, rank) != ("other", 2) else "bc"}
+            text = json.dumps({"iteration": 5, "parts": parts})
+            (tmp_path / f"{name}.{rank}").write_text(text)
+    assert story.compare(tmp_path / "one", tmp_path / "one") == []
+    assert story.compare(tmp_path / "one", tmp_path / "other") == ["rank 2: loader.position"]
