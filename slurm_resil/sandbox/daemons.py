@@ -224,17 +224,21 @@ class Daemons:
             return socket_path.exists()
 
         wait_until("the socket of mariadbd", database_serves, timeout_s=60.0)
-        init.unlink()
         text = conf.slurmdbd_conf(self.layout, self.at, password)
         fsio.write_atomic(self.layout.etc / "slurmdbd.conf", text.encode(), mode=0o600, sync=False)
         dbd = self.host.spawn("slurmdbd", [self.tools["slurmdbd"], "-D"])
         sacctmgr = str(Path(self.tools["scontrol"]).with_name("sacctmgr"))
 
         def entered() -> bool:
+            self._alive_or_fail(database, "mariadbd", "mariadbd.out")
             self._alive_or_fail(dbd, "slurmdbd", "slurmdbd.out", "slurmdbd.log")
             return self.run([sacctmgr, "-i", "add", "cluster", "sandbox"], check=False).returncode == 0
 
-        wait_until("an answer of slurmdbd", entered, timeout_s=60.0, poll_s=0.2)
+        try:
+            wait_until("an answer of slurmdbd", entered, timeout_s=60.0, poll_s=0.2)
+        except ServiceError as error:
+            raise self.failure(str(error), "slurmdbd.log", "slurmdbd.out", "mariadbd.out") from error
+        init.unlink()  # not earlier: MariaDB makes its socket before it reads this file
         self.run([sacctmgr, "-i", "add", "account", "lab", "cluster=sandbox", "description=lab", "organization=lab"])
         names = "alice,bob,root" if self.at.private else self.at.user
         self.run([sacctmgr, "-i", "add", "user", names, "account=lab", "cluster=sandbox"])
