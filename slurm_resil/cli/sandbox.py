@@ -87,7 +87,9 @@ def up(path: Path | None, as_json: bool, bb_size: int, grace_time: int, timeout:
     click.echo(f"shared directory {started.pfs}, burst buffer {started.bb}, logs {started.layout.log}")
     for line in started.lost:
         click.echo(f"lost: {line}", err=True)
-    click.echo(f"use it:  slurm-resil sandbox exec{where} --user {started.users[0]} -- srun -N2 hostname")
+    click.echo(
+        f"use it:  slurm-resil sandbox exec{where} --user {started.users[0]} -- srun -N{min(2, spec.nodes - spec.spares)} hostname"
+    )
     click.echo(f"end it:  slurm-resil sandbox down{where}")
 
 
@@ -128,7 +130,7 @@ def status(path: Path | None, as_json: bool) -> None:
 
 @sandbox.command(name="exec", context_settings={"ignore_unknown_options": True})
 @_dir_option
-@click.option("--user", help="As this user.  [default: alice]")
+@click.option("--user", help="As this user.  [default: alice; without root: you]")
 @click.option("--node", metavar="NAME", help="Inside this node instead of the login node.")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Set an environment variable.")
 @click.option("--cwd", metavar="DIR", help="Start there instead of in the user's home directory.")

@@ -85,7 +85,8 @@ def fill(layout: Layout, record: Record) -> None:
     plugins = []
     for entry in spec.spank:
         file, *arguments = entry.split()
-        copy = layout.etc / os.path.basename(file)
+        copy = layout.etc / "spank" / os.path.basename(file)  # a copy: users may not reach the original
+        copy.parent.mkdir(mode=0o755, exist_ok=True)
         shutil.copyfile(file, copy)
         copy.chmod(0o755)
         plugins.append(" ".join((str(copy), *arguments)))
