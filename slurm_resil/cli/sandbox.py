@@ -87,9 +87,8 @@ def up(path: Path | None, as_json: bool, bb_size: int, grace_time: int, timeout:
     click.echo(f"shared directory {started.pfs}, burst buffer {started.bb}, logs {started.layout.log}")
     for line in started.lost:
         click.echo(f"lost: {line}", err=True)
-    click.echo(
-        f"use it:  slurm-resil sandbox exec{where} --user {started.users[0]} -- srun -N{min(2, spec.nodes - spec.spares)} hostname"
-    )
+    few = min(2, spec.nodes - spec.spares)
+    click.echo(f"use it:  slurm-resil sandbox exec{where} --user {started.users[0]} -- srun -N{few} hostname")
     click.echo(f"end it:  slurm-resil sandbox down{where}")
 
 
