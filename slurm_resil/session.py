@@ -2,16 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, get_args
 
-from slurm_resil.core.errors import ServiceError
+from slurm_resil.agent import protocol as p
+from slurm_resil.agent.link import RankLink
+from slurm_resil.agent.place import Place, from_env
+from slurm_resil.agent.seat import Kind, Seat
+from slurm_resil.core import control, paths
+from slurm_resil.core.errors import ConfigError, DataError, TryAgainError, UsageError
+from slurm_resil.format.manifest import ShardManifest
+
+Backpressure = Literal["skip", "wait", "fail"]
+Private = Literal["error", "fresh", "rank_mod"]
+
+AGENT_WAIT_S = 60.0  # for the agent of this node
+RESTORE_WAIT_S = 1800.0  # for the other ranks
+SLOT_WAIT_S = 20.0  # for a slot, when somebody asked for the checkpoint
+BACKPRESSURE_WAIT_S = 600.0  # for a slot, with backpressure="wait"
+STOP_WAIT_S = 900.0  # at a stop without a deadline, for all ranks to be sealed
+CLOSE_WAIT_S = 120.0  # at the end, for what is being sealed
+DRAINED_TRIES, DRAINED_PAUSE_S = 3, 1.0
+_POLL_S = 0.002
+_NEVER = 1 << 63
+log = logging.getLogger(__name__)
+
+
+class StateStore(Protocol):
+    """How one rank's state gets into a slot and back."""
+
+    def write(self, index: int, iteration: int) -> ShardManifest:
+        """Copy the state as it is now into a slot; returns the manifest without hashes."""
+
+    def load_local(self, iteration: int) -> None:
+        """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
+
+    def load_drained(self, iteration: int) -> None:
+        """Load from the drained file. Raises DataError if it is not what it claims to be."""
+
+
+class _SlotStore:
+    """The real one."""
+
+    def __init__(self, place: Place, state: Mapping[str, object], slots: int, private: Private) -> None:
+        from slurm_resil.ckpt.snapshot import Arena
+
+        self._place, self._state, self._private = place, state, private
+        self._arena = Arena(place.job_dir, place.rank, slots=slots)
+
+    def write(self, index: int, iteration: int) -> ShardManifest:
+        from slurm_resil.ckpt.state import flatten
+
+        place = self._place
+        flat = flatten(self._state)
+        return self._arena.write(index, flat, iteration=iteration, run=place.info, node=place.node)
+
+    def load_local(self, iteration: int) -> None:
+        from slurm_resil.ckpt.restore import restore_local
+
+        place = self._place
+        manifest = ShardManifest.load(paths.manifest(place.job_dir, iteration, place.rank))
+        restore_local(self._state, place.job_dir, manifest)
+
+    def load_drained(self, iteration: int) -> None:
+        from slurm_resil.ckpt.restore import restore_drained
+        from slurm_resil.format.manifest import DrainedManifest
+
+        place = self._place
+        manifest = DrainedManifest.load(paths.drained_manifest(place.run_dir, iteration))
+        restore_drained(self._state, place.run_dir, manifest, place.rank, place.info.world_size, private=self._private)
 
 
 class Checkpointer:
     """Saves and restores one training state.
 
-    Use it as a context manager; see :meth:`from_env`.
+    Use it as a context manager, made by :meth:`from_env`::
+
+        with Checkpointer.from_env(state) as checkpointer:
+            for i in range(checkpointer.restore(), n):
+                train(i)
+                if checkpointer.step(i + 1):
+                    break
+
+    A save that fails never ends the training, unless ``strict``: it is logged as an error, ``last_error`` says why,
+    and the checkpoint before it stands.
+
+    Attributes:
+        last_error: Why the newest failed save failed, empty if none has.
     """
+
+    def __init__(
+        self,
+        place: Place,
+        make_store: Callable[[int, Private], StateStore],
+        *,
+        every: int | None = None,
+        backpressure: Backpressure = "skip",
+        strict: bool = False,
+    ) -> None:
+        if backpressure not in get_args(Backpressure):
+            raise UsageError(f"backpressure={backpressure!r} is none of {', '.join(get_args(Backpressure))}")
+        if every is not None and every < 1:
+            raise UsageError(f"every={every} is no number of iterations")
+        self._place, self._make_store = place, make_store
+        self._every, self._backpressure, self._strict = every, backpressure, strict
+        self._store: StateStore | None = None
+        self._seat: Seat | None = None
+        self._next = _NEVER
+        self._saved = 0
+        self.last_error = ""
+        hello = p.RankHello(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.info.world_size,
+            run_id=place.info.run_id,
+            attempt=place.info.attempt,
+            cycle=place.info.cycle,
+            pid=os.getpid(),
+        )
+        alone = place.leader is None
+        starter = AgentStarter(place).appear if alone and place.local_rank == 0 else None
+        self._link = RankLink(
+            paths.agent_socket(place.job_dir), hello, timeout_s=AGENT_WAIT_S, appear=starter, alone=alone
+        )
+        # what step() touches; before restore() any proposal is far away
+        self._words = memoryview(bytearray(control.HEAD_WORDS * control.WORD_BYTES)).cast("Q")
+        self._words[control.PROPOSAL] = _NEVER
+        self._at = control.FAILED  # any word: it is the private dummy's
 
     @classmethod
     def from_env(
@@ -19,40 +142,335 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         every: int | None = None,
-        backpressure: str = "skip",
+        backpressure: Backpressure = "skip",
         strict: bool = False,
+        env: Mapping[str, str] = os.environ,
     ) -> Checkpointer:
         """Make one from the environment of the rank; works without any, too.
 
         Args:
             state: What is saved: modules, optimizers, objects with ``state_dict``, tensors, arrays, plain values.
-            every: Save whenever the iteration is a multiple of this; default ``SLURM_RESIL_EVERY``.
+            every: Save whenever this many iterations are complete; default ``SLURM_RESIL_EVERY``.
             backpressure: What a save of the cadence does when no slot is free: ``skip``, ``wait`` or ``fail``.
             strict: Raise when a save fails, instead of reporting it and going on.
-        """
-        raise ServiceError("the session is on its way")
+            env: Environment.
 
-    def restore(self, *, private: str = "error") -> int:
-        """Load the newest checkpoint that all ranks can load; returns its iteration, 0 for a fresh start."""
-        return 0
+        Raises:
+            ConfigError: The environment makes no sense, or the burst buffer cannot be used.
+            ServiceError: There is no agent.
+        """
+        place = from_env(env)
+        return cls(
+            place,
+            lambda slots, private: _SlotStore(place, state, slots, private),
+            every=every or place.every,
+            backpressure=backpressure,
+            strict=strict,
+        )
+
+    def restore(self, *, private: Private = "error", timeout_s: float = RESTORE_WAIT_S) -> int:
+        """Load the newest checkpoint that all ranks can load.
+
+        Collective: over all ranks, each must call it once, before the first :meth:`step`.
+
+        Args:
+            private: What becomes of rank-private state when the number of ranks has changed: ``error``, ``fresh`` (it
+                stays as it is) or ``rank_mod`` (rank r gets that of r modulo the old number).
+            timeout_s: Longest wait for the other ranks, seconds.
+
+        Returns:
+            Its iteration, 0 for a fresh start. The same on all ranks.
+
+        Raises:
+            StateError: The state does not fit the checkpoint; nothing was changed.
+            DataError: Another rank could not restore, or a bad checkpoint was found while it was being loaded and there
+                is no other: the state may be changed in part, and the next start will not try that one again.
+            ServiceError: Agent or other ranks were not heard in time.
+        """
+        if self._seat is not None:
+            raise UsageError("restore() was called already")
+        store = self._store = self._make_store(self._link.page.slots, private)
+        plan, iteration, touched = 0, 0, False
+        while True:
+            answer = self._link.restore(plan, timeout_s=timeout_s)
+            if isinstance(answer, p.Start):
+                break
+            plan, iteration = answer.plan, answer.iteration
+            if answer.error:
+                raise DataError(f"nothing was restored: {answer.error}", rank=self._place.rank)
+            if answer.source == "fresh" and touched:
+                reason = "no checkpoint is left that verifies, and the state was changed by one that does not"
+                self._link.loaded(plan, "error", reason)
+                raise DataError(reason, mend="start again: bad checkpoints are not tried twice", rank=self._place.rank)
+            touched = touched or answer.source != "fresh"
+            self._load(store, answer)
+        self._take_seat(iteration)
+        return iteration
 
     def step(self, iteration: int) -> bool:
-        """Say that an iteration is complete. True: everything is safe, and training must end now."""
+        """Say that an iteration is complete: publish it, and save if the cadence or anybody asks for it.
+
+        All ranks must call it with the same rising numbers (iterations that are complete).
+
+        Returns:
+            True when everything is safe and training must end now; on all ranks at the same iteration.
+
+        Raises:
+            ResilError: With ``strict``: the save failed.
+        """
+        words = self._words
+        words[self._at] = iteration
+        if words[3] or iteration >= self._next:  # control.PROPOSAL; the agent fences for both, see core.control
+            return self._act(iteration)
         return False
 
     def poll(self) -> bool:
-        """Whether a stop was asked for; for long loops without iterations (evaluation, warm-up)."""
-        return False
+        """Whether a stop was asked for; for long loops without iterations (evaluation, warm-up).
+
+        Leave such a loop when it is True and call :meth:`step`.
+        """
+        return self._seat is not None and self._seat.stop_asked
 
     def save(self, iteration: int) -> bool:
-        """Save now; all ranks must call it at the same iteration. False: it was skipped or failed."""
-        return False
+        """Save now, whatever the cadence says; all ranks must call it at the same iteration.
+
+        Returns:
+            Whether the state was handed over; see ``last_error``. Sealing goes on in the agent.
+
+        Raises:
+            ResilError: With ``strict``: the save failed.
+        """
+        self._started()
+        self._words[self._at] = iteration
+        return self._save(iteration, wait_s=SLOT_WAIT_S)
+
+    def wait(self, *, timeout_s: float) -> bool:
+        """Wait until all ranks have sealed the newest save of this rank; False if not in time, or given up."""
+        seat = self._started()
+        deadline = time.monotonic() + timeout_s
+        while seat.sealed_all < self._saved:
+            if seat.given_up >= self._saved or time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def close(self) -> None:
-        """Wait for what is being sealed, and leave."""
+        """Wait for what is being sealed (it would be lost otherwise, and is reported if it is), and leave."""
+        lost = self._link.settle(CLOSE_WAIT_S)
+        for iteration in lost:
+            self._failed(iteration, f"not sealed {CLOSE_WAIT_S:g} s after the end")
+        self._report()
+        self._link.close()
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # restore
+
+    def _load(self, store: StateStore, answer: p.Restore) -> None:
+        try:
+            if answer.source == "local":
+                try:
+                    store.load_local(answer.iteration)
+                except OSError as error:
+                    raise DataError(f"cannot be read: {error}") from error
+            elif answer.source == "drained":
+                self._load_drained(store, answer.iteration)
+        except DataError as error:
+            self._log("%s checkpoint of iteration %d is bad: %s", answer.source, answer.iteration, error)
+            self._link.loaded(answer.plan, "bad", str(error))
+        except BaseException as error:
+            self._link.loaded(answer.plan, "error", f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._link.loaded(answer.plan, "ok")
+
+    @staticmethod
+    def _load_drained(store: StateStore, iteration: int) -> None:
+        for left in reversed(range(DRAINED_TRIES)):
+            try:
+                store.load_drained(iteration)
+                return
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(DRAINED_PAUSE_S)
+
+    def _take_seat(self, start: int) -> None:
+        page = control.ControlPage.open(self._link.page.path)
+        self._seat = seat = Seat(page, self._place.local_rank)
+        self._words, self._at = seat.words, seat.iteration
+        if self._every is not None:
+            self._next = (start // self._every + 1) * self._every
+
+    def _started(self) -> Seat:
+        if self._seat is None:
+            raise UsageError("restore() must be called first, on all ranks", mend="it returns 0 for a fresh start")
+        return self._seat
+
+    # save
+
+    def _act(self, iteration: int) -> bool:
+        seat = self._started()
+        order = seat.look(iteration)
+        cadence = iteration >= self._next
+        if cadence and self._every is not None:
+            self._next = (iteration // self._every + 1) * self._every
+        if order.kind is not Kind.NOTHING:
+            if not order.sure:
+                self._log("no decision on the checkpoint at iteration %d came in time; saving anyway", iteration)
+            wait_s = SLOT_WAIT_S
+            left = seat.time_left() if order.kind is Kind.SAVE_AND_STOP else None
+            if left is not None:
+                wait_s = max(0.0, min(wait_s, left / 2))
+        elif cadence:
+            wait_s = BACKPRESSURE_WAIT_S if self._backpressure == "wait" else 0.0
+        else:
+            return False
+        try:
+            self._save(iteration, wait_s=wait_s)
+        finally:
+            if order.epoch:
+                seat.acted(iteration)
+        self._report()
+        if order.kind is not Kind.SAVE_AND_STOP:
+            return False
+        self._wait_stop(seat, iteration)
+        return True
+
+    def _save(self, iteration: int, *, wait_s: float) -> bool:
+        if iteration == self._saved:
+            return True
+        assert self._store is not None
+        try:
+            index = self._link.lease(iteration, wait_s=wait_s)
+            draft = self._store.write(index, iteration)
+            self._link.seal(iteration, draft.to_bytes().decode())
+        except TryAgainError as error:
+            self._link.give_up(iteration, error.message)
+            self._failed(iteration, error.message)
+            if self._strict or self._backpressure == "fail":
+                raise
+            return False
+        except Exception as error:
+            # the state is the user's: whatever its parts raise, training goes on
+            self._link.give_up(iteration, f"{type(error).__name__}: {error}")
+            self._failed(iteration, f"{type(error).__name__}: {error}")
+            if self._strict:
+                raise
+            log.debug("save_failed", exc_info=True)
+            return False
+        self._saved = iteration
+        return True
+
+    def _wait_stop(self, seat: Seat, iteration: int) -> None:
+        """Nobody leaves before all are sealed, or it is certain that they will not be."""
+        limit = time.monotonic() + STOP_WAIT_S
+        while seat.sealed_all < iteration:
+            left = seat.time_left()
+            if seat.given_up >= iteration:
+                self._log("the checkpoint at the stop, iteration %d, was given up; the one before stands", iteration)
+                return
+            if time.monotonic() >= limit or (left is not None and left <= 0):
+                self._log("the checkpoint at the stop, iteration %d, was not sealed by all ranks in time", iteration)
+                return
+            time.sleep(_POLL_S)
+
+    def _report(self) -> None:
+        for iteration, why in self._link.failures().items():
+            self._failed(iteration, why)
+
+    def _failed(self, iteration: int, why: str) -> None:
+        self.last_error = f"save of iteration {iteration} failed: {why}"
+        self._log("%s", self.last_error)
+
+    def _log(self, text: str, *values: object) -> None:
+        log.error(f"slurm-resil: rank %d: {text}", self._place.rank, *values)
+
+
+class AgentStarter:
+    """Starts the agent of this node where no launcher does; used by local rank 0.
+
+    Args:
+        place: Where this rank is.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._pid: int | None = None
+
+    def appear(self) -> None:
+        """Start it, unless the one that was started still runs.
+
+        Raises:
+            ConfigError: It ended at once; says why.
+        """
+        place = self._place
+        if self._pid is not None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if not pid:
+                return
+            self._pid = None
+            code = os.waitstatus_to_exitcode(status)
+            if code:
+                raise ConfigError(
+                    f"the agent ended with code {code}: {self._last_words()}",
+                    path=self._log_path(),
+                    job=place.info.job_id,
+                )
+        root = os.path.dirname(place.job_dir)
+        with contextlib.suppress(OSError):
+            os.makedirs(place.job_dir, mode=0o700, exist_ok=True)  # the agent says what is wrong with it
+        output = self._log_path()
+        if not os.path.isdir(place.job_dir) or not os.access(place.job_dir, os.W_OK):
+            raise ConfigError(
+                f"cannot use the burst buffer {place.job_dir}",
+                mend=f"make {root} a directory that this user can write, or set SLURM_RESIL_BB_ROOT to one",
+                path=place.job_dir,
+            )
+        self._pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "slurm_resil", "agent"],
+            self._environment(),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,  # the terminal's Ctrl-C is for the training
+            setsigdef=[signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2],
+        )
+
+    def _environment(self) -> dict[str, str]:
+        place, info = self._place, self._place.info
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        path = os.environ.get("PYTHONPATH")
+        bb_root, prefix = os.path.dirname(place.job_dir), os.path.dirname(place.run_dir)
+        drop = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return {
+            **{name: value for name, value in os.environ.items() if name not in drop},
+            "PYTHONPATH": os.pathsep.join([package, *([path] if path else [])]),
+            "SLURM_RESIL_RUN_ID": info.run_id,
+            "SLURM_RESIL_BB_ROOT": bb_root,
+            "SLURM_RESIL_PREFIX": prefix,
+            "SLURM_RESIL_ATTEMPT": str(info.attempt),
+            "SLURM_RESIL_CYCLE": str(info.cycle),
+            "SLURM_RESIL_NODE_RANK": str(place.node_rank),
+            "SLURM_RESIL_RANKS_PER_NODE": str(place.ranks_per_node),
+            "SLURM_RESIL_WORLD_SIZE": str(info.world_size),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _log_path(self) -> str:
+        return os.path.join(self._place.job_dir, "agent.log")
+
+    def _last_words(self) -> str:
+        try:
+            with open(self._log_path(), encoding="utf-8", errors="replace") as file:
+                lines = file.read().splitlines()
+        except OSError:
+            return "it left no word"
+        return lines[-1] if lines else "it left no word"

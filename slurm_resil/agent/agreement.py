@@ -16,7 +16,7 @@ from slurm_resil.agent.protocol import Propose
 
 FIRST_ROUND_S = 0.1  # before one was measured
 VOTE_WAIT_S = 5.0
-MAX_DOUBLINGS = 12
+MAX_DOUBLINGS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,9 @@ class Agreement:
         nodes = list(progress)
         rate = max((node.rate for node in nodes), default=0.0)
         newest = max((node.newest + int(node.rate * max(0.0, now - node.at)) for node in nodes), default=0)
-        ahead = math.ceil(rate * self._round_s * (1 << min(self._refused, MAX_DOUBLINGS)))
+        ahead = math.ceil(rate * self._round_s)
+        if self._refused:
+            ahead = max(1, ahead) << min(self._refused, MAX_DOUBLINGS)
         return max(newest, self._floor) + 1 + ahead
 
     def propose(

@@ -6,11 +6,16 @@ one at or above T is seen here, any other will see the proposal before it passes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from slurm_resil.agent.protocol import Decide, Propose, Vote
 from slurm_resil.core import control as c
 from slurm_resil.core import faults
+from slurm_resil.core.errors import ServiceError
+from slurm_resil.core.log import event
+
+log = logging.getLogger(__name__)
 
 
 class Ballot:
@@ -18,13 +23,13 @@ class Ballot:
 
     Args:
         page: Control page; this process is its only writer, the ranks' blocks apart.
-        barrier: Full memory barrier on all threads of the host.
+        barrier: Full memory barrier on all threads of the ranks and this one; default: by the kernel.
     """
 
-    def __init__(self, page: c.ControlPage, *, barrier: Callable[[], None] = c.membarrier) -> None:
-        self._page = page
+    def __init__(self, page: c.ControlPage, *, barrier: Callable[[], None] | None = None) -> None:
         self._words = page.words
-        self._barrier = barrier
+        self._barrier = barrier or self._fence
+        self._fenced = tuple(page.block(local_rank) + c.FENCED for local_rank in range(page.ranks))
         self._iterations = tuple(page.block(local_rank) + c.ITERATION for local_rank in range(page.ranks))
         self._saved = tuple(page.block(local_rank) + c.SAVED for local_rank in range(page.ranks))
 
@@ -60,18 +65,26 @@ class Ballot:
         words[c.DECISION] = c.OPEN
         words[c.STOP] = int(propose.stop)
         words[c.DEADLINE] = int((propose.deadline_s or 0) * 1000)
-        self._barrier()  # who sees the proposal sees what belongs to it
-        words[c.PROPOSAL] = propose.iteration
-        faults.point("agent.proposed")
-        self._barrier()
-        newest = self.newest
-        yes = newest < propose.iteration
+        try:
+            self._barrier()  # who sees the proposal sees what belongs to it
+            words[c.PROPOSAL] = propose.iteration
+            faults.point("agent.proposed")
+            self._barrier()
+            newest = self.newest
+            yes = newest < propose.iteration
+        except ServiceError as error:
+            event(log, "no_barrier", level=logging.ERROR, why=str(error))
+            newest, yes = self.newest, False
         if yes:
             words[c.VOTED] = propose.epoch
         else:
             words[c.DECISION] = c.ABORT  # a no settles it
             words[c.PROPOSAL] = 0
         return Vote(epoch=propose.epoch, yes=yes, newest=newest)
+
+    def _fence(self) -> None:
+        # a rank that is not here yet may come, register and step meanwhile: then only the global kind reaches it
+        c.membarrier(expedited=all(self._words[index] for index in self._fenced))
 
     def decide(self, decide: Decide) -> None:
         """Hear a decision; one about another epoch than the open one is old news."""

@@ -1,55 +1,36 @@
 """The leader: one per run, hosted by the launcher, or by the agent of node_rank 0 where there is none.
 
-One thread owns all state and hears everything through one queue: messages of agents (a thread per connection puts them
-there), what its host says, and time.
+One thread (the hub's) owns all state and hears everything in one order: messages, what the host says, and time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slurm_resil.agent import events as e
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.agreement import Agreement, Progress, Verdict
+from slurm_resil.agent.asking import Asking
 from slurm_resil.agent.decisions import Decisions
+from slurm_resil.agent.hub import TICK_S, Hub
 from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.saves import Saves
 from slurm_resil.comm.auth import Auth, server_auth
-from slurm_resil.comm.channel import Channel, ChannelClosedError, ChannelTimeoutError, Server, pair
+from slurm_resil.comm.channel import Channel
 from slurm_resil.core import faults, fsio, paths
 from slurm_resil.core.costs import Costs
-from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Level, Notice, NoticeKind, RunInfo
 
-SILENCE_S = 5.0  # an agent that says nothing for this long is lost
-RECONNECT_S = 2.0  # so is one whose connection broke and did not come back
-JOIN_S = 120.0  # and one that never came
 STOP_WAIT_S = 600.0  # for a stop without a deadline to be saved
 SAVE_WAIT_S = 120.0  # for any other save to be complete
-SEND_S = 1.0
-_TICK_S = 0.02
-_HICCUP_S = 2.0  # when this thread itself did not run for so long, nobody else is to blame
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Node:
-    name: str
-    channel: Channel | None = None
-    pid: int = 0
-    progress: Progress = field(default_factory=Progress)
-    heard: float = 0.0
-    broken: float | None = None  # when the connection broke, or when waiting for the first one began
-    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,20 +40,12 @@ class _Committed:
     until: float
 
 
-@dataclass(frozen=True)
-class _Asked:
-    channel: Channel
-    ask: p.Ask
-    above: int
-    until: float
-
-
 class Leader:
     """Agreement, restore decisions, heartbeats; runs in threads of its own.
 
     Args:
         info: Run; ``cycle`` is the first one.
-        nodes: Names of the nodes, by node_rank.
+        nodes: Names of the nodes, by node_rank; an empty name stands for any node.
         ranks_per_node: Ranks of each node; rank = node_rank * ranks_per_node + local_rank.
         run_dir: Run's directory on the parallel file system; it must exist.
         host: Address of this node that agents can reach, or loopback for one node; None: only agents of this process
@@ -98,8 +71,8 @@ class Leader:
         auth: Auth | None = None,
     ) -> None:
         self._info, self._run_dir, self._interval_s = info, run_dir, interval_s
-        now = time.monotonic()
-        self._nodes = [_Node(name=name, broken=now + JOIN_S - RECONNECT_S) for name in nodes]
+        self._hub = Hub(nodes, hear=self._hear, gone=self._gone, turn=self._turn)
+        self._nodes = self._hub.nodes
         self._per_node = ranks_per_node
         self._cycle = info.cycle
         self._agreement = Agreement(epoch=int(time.time() * 1000))
@@ -110,49 +83,42 @@ class Leader:
         self._stop: Notice | None = None
         self._stopped = False
         self._wanted = False
-        self._next_try = 0.0
+        self._next_try = self._next_tick = 0.0
         self._next_interval = math.inf
-        self._asked: list[_Asked] = []
+        self._asking = Asking(self._hub.send)
         self._durable = 0
         self._leaving = False
-        self._ticked = now
         self.costs = Costs.load(run_dir)
         self.events: queue.SimpleQueue[e.LeaderEvent] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._server: Server | None = None
         self.address = ""
         if host is not None:
             auth = auth or server_auth(run_dir)
-            self._server = Server(host, 0, self._serve, auth=auth, uids={os.getuid()}, name="leader")
-            self.address = self._server.address
+            self._hub.listen(host, auth)
+            self.address = self._hub.address
             self._publish(auth)
-        self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
-        self._thread.start()
+        self._hub.start()
 
     # what the host says
 
     def attach(self) -> Channel:
         """Connect an agent of this same process; returns its end."""
-        here, there = pair()
-        threading.Thread(target=self._serve, args=(here,), name="leader local", daemon=True).start()
-        return there
+        return self._hub.attach()
 
     def start_cycle(self, cycle: int) -> None:
         """Say that the ranks of a cycle are being started: agents make a fresh control page, a plan is made."""
-        self._inbox.put(lambda: self._start_cycle(cycle))
+        self._hub.put(lambda: self._start_cycle(cycle))
 
     def notice(self, notice: Notice) -> None:
         """Give a reason to checkpoint now. Notices to stop are merged; the earliest deadline counts."""
-        self._inbox.put(lambda: self._notice(notice))
+        self._hub.put(lambda: self._notice(notice))
 
     def durable(self, iteration: int, *, drain_s: float | None = None) -> None:
         """Say that an iteration is durable, and how long its drain took (seconds)."""
-        self._inbox.put(lambda: self._is_durable(iteration, drain_s))
+        self._hub.put(lambda: self._is_durable(iteration, drain_s))
 
     def goodbye(self) -> None:
         """Tell all agents to end once their ranks are gone."""
-        self._inbox.put(self._goodbye)
+        self._hub.put(self._goodbye)
 
     @property
     def iteration(self) -> int:
@@ -164,47 +130,14 @@ class Leader:
         """Newest iteration that all ranks have sealed, 0 for none."""
         return self._saves.newest
 
+    @property
+    def connected(self) -> int:
+        """Number of agents that are connected."""
+        return self._hub.connected
+
     def close(self) -> None:
         """Stop. Agents that were not told goodbye go on and look for a new leader."""
-        self._closing.set()
-        self._thread.join(timeout=10)
-        if self._server is not None:
-            self._server.close()
-        for node in self._nodes:
-            if node.channel is not None:
-                node.channel.close()
-
-    # threads
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                call = self._inbox.get(timeout=_TICK_S)
-            except queue.Empty:
-                call = None
-            try:
-                if call is not None:
-                    call()
-                now = time.monotonic()
-                if now >= self._ticked + _TICK_S:
-                    self._tick(now)
-            except Exception:  # top of a thread: the leader must not die of one bad message
-                log.exception("leader_error")
-
-    def _serve(self, channel: Channel) -> None:
-        """Thread of a connection."""
-        try:
-            while not self._closing.is_set():
-                with contextlib.suppress(ChannelTimeoutError):
-                    message = p.from_wire(channel.recv(timeout_s=60))
-                    self._inbox.put(lambda message=message: self._hear(channel, message))  # type: ignore[misc] # bound now
-        except ChannelClosedError:
-            pass
-        except DataError as error:
-            event(log, "bad_message", level=logging.WARNING, peer=channel.peer, why=str(error))
-        finally:
-            channel.close()
-            self._inbox.put(lambda: self._broken(channel))
+        self._hub.close()
 
     def _publish(self, auth: Auth) -> None:
         document = {
@@ -230,21 +163,21 @@ class Leader:
         if isinstance(message, p.Ask):
             self._ask(channel, message, now)
             return
-        place = next((place for place, node in enumerate(self._nodes) if node.channel is channel), None)
+        place = self._hub.place(channel)
         if place is None:
             return
         node = self._nodes[place]
         node.heard = now
         match message:
             case p.Beat():
-                node.progress = Progress(newest=message.newest, rate=message.rate, at=now)
+                node.report(message.newest, message.rate, now)
             case p.Survey() if message.cycle == self._cycle:
                 self._restoring.survey(place, message.shards)
                 self._plan()
             case p.Loaded():
                 self._loaded(message)
             case p.Vote():
-                node.progress = Progress(newest=message.newest, rate=node.progress.rate, at=now)
+                node.report(message.newest, None, now)
                 faults.point("leader.vote")
                 self._conclude(
                     self._agreement.vote(place, message.epoch, yes=message.yes, newest=message.newest, now=now)
@@ -266,7 +199,7 @@ class Leader:
         why = self._unwanted(hello)
         if why:
             event(log, "agent_refused", level=logging.WARNING, node=hello.node, why=why)
-            self._send(channel, p.Refused(reason=why))
+            self._hub.send(channel, p.Refused(reason=why))
             channel.close()
             return
         node = self._nodes[hello.node_rank]
@@ -278,33 +211,35 @@ class Leader:
         node.channel, node.pid, node.heard = channel, hello.pid, now
         node.broken, node.lost = None, False
         self._agreement.raise_epoch(hello.epoch)
-        self._send(channel, p.Cycle(cycle=self._cycle))
+        self._hub.send(channel, p.Cycle(cycle=self._cycle))
         restoring = self._restoring
         restoring.number = max(restoring.number, hello.plan)
         if hello.cycle == self._cycle and hello.going and not restoring.going:
             self._take_over(hello)
         if restoring.plan is not None:
-            self._send(channel, restoring.plan)
+            self._hub.send(channel, restoring.plan)
         if restoring.going:
-            self._send(channel, p.Go(plan=restoring.number))
+            self._hub.send(channel, p.Go(plan=restoring.number))
         if hello.voted:
-            self._send(channel, self._decided(hello.voted))
+            self._hub.send(channel, self._decided(hello.voted))
         if self._durable:
-            self._send(channel, p.Durable(iteration=self._durable))
+            self._hub.send(channel, p.Durable(iteration=self._durable))
         if hello.cycle == self._cycle and hello.sealed_all > self._saves.newest:
             self._saves.newest = hello.sealed_all
         if self._saves.newest:
-            self._send(channel, p.SealedAll(iteration=self._saves.newest))
+            self._hub.send(channel, p.SealedAll(iteration=self._saves.newest))
         if self._leaving:
-            self._send(channel, p.Goodbye())
+            self._hub.send(channel, p.Goodbye())
 
     def _unwanted(self, hello: p.Hello) -> str:
         info = self._info
         if (hello.job_id, hello.attempt) != (info.job_id, info.attempt):
             return f"it is of job {hello.job_id} attempt {hello.attempt}, this is {info.job_id} {info.attempt}"
-        if not 0 <= hello.node_rank < len(self._nodes) or self._nodes[hello.node_rank].name != hello.node:
-            return f"node {hello.node} has no place {hello.node_rank} here"
-        return ""
+        if not 0 <= hello.node_rank < len(self._nodes):
+            return f"there is no place {hello.node_rank}"
+        node = self._nodes[hello.node_rank]
+        node.name = node.name or hello.node  # where there is no launcher, who comes first has the place
+        return "" if node.name == hello.node else f"place {hello.node_rank} is that of node {node.name}"
 
     def _take_over(self, hello: p.Hello) -> None:
         """This leader is new, and the ranks train already: what one agent has heard is so."""
@@ -318,7 +253,7 @@ class Leader:
             )
             now = time.monotonic()
             self._committed = _Committed(proposal, now, self._limit(proposal, now))
-        self._tell_all(p.Go(plan=hello.plan))
+        self._hub.tell_all(p.Go(plan=hello.plan))
         event(log, "leader_took_over", cycle=self._cycle, sealed_all=self._saves.newest)
 
     def _decided(self, epoch: int) -> p.Decide:
@@ -332,8 +267,8 @@ class Leader:
             return abort
         return self._record(abort)
 
-    def _broken(self, channel: Channel) -> None:
-        self._asked = [asked for asked in self._asked if asked.channel is not channel]
+    def _gone(self, channel: Channel) -> None:
+        self._asking.forget(channel)
         for place, node in enumerate(self._nodes):
             if node.channel is channel:
                 node.channel, node.broken = None, time.monotonic()
@@ -349,7 +284,7 @@ class Leader:
         self._restoring.start()
         for node in self._nodes:
             node.progress = Progress()
-        self._tell_all(p.Cycle(cycle=cycle))
+        self._hub.tell_all(p.Cycle(cycle=cycle))
 
     def _plan(self) -> None:
         plan = self._restoring.make(self._cycle)
@@ -357,7 +292,7 @@ class Leader:
             return
         event(log, "plan", number=plan.number, iteration=plan.iteration, error=plan.error, cycle=self._cycle)
         self._saves = Saves(self._world, newest=plan.complete)
-        self._tell_all(plan)
+        self._hub.tell_all(plan)
         if plan.error:
             self.events.put(e.RestoreFailed(cycle=self._cycle, why=plan.error))
 
@@ -370,7 +305,7 @@ class Leader:
             restoring.refuse(loaded)
             self._plan()
         elif restoring.loaded(loaded.rank):
-            self._tell_all(p.Go(plan=restoring.number))
+            self._hub.tell_all(p.Go(plan=restoring.number))
             self._next_interval = time.monotonic() + (self._interval_s or math.inf)
             self.events.put(e.Restored(cycle=self._cycle, iteration=restoring.plan.iteration))
 
@@ -381,7 +316,7 @@ class Leader:
         deadline_s = self._stop.deadline_s if stop and self._stop is not None else None
         proposal = self._agreement.propose(progress, now, stop=stop, deadline_s=deadline_s)
         faults.point("leader.propose")
-        self._tell_all(proposal)
+        self._hub.tell_all(proposal)
 
     def _conclude(self, verdict: Verdict | None) -> None:
         if verdict is None:
@@ -406,7 +341,7 @@ class Leader:
             stop=decide.stop,
             why=verdict.why,
         )
-        self._tell_all(decide)
+        self._hub.tell_all(decide)
         if decide.commit:
             self._committed = _Committed(proposal, now, self._limit(proposal, now))
             self._wanted = False
@@ -446,10 +381,10 @@ class Leader:
         elif since is not None:
             self.costs.add("save", now - since)
         self._save_costs()
-        self._tell_all(p.SealedAll(iteration=sealed.iteration))
+        self._hub.tell_all(p.SealedAll(iteration=sealed.iteration))
         self.events.put(e.SealedAll(iteration=sealed.iteration))
         self._next_interval = now + (self._interval_s or math.inf)
-        self._answer_asked()
+        self._answer(now)
         if committed is not None and sealed.iteration >= committed.proposal.iteration:
             self._finish(committed, saved=True)
 
@@ -457,7 +392,7 @@ class Leader:
         if not self._saves.failed(iteration):
             return
         event(log, "save_failed", level=logging.ERROR, iteration=iteration, why=why)
-        self._tell_all(p.Abandon(iteration=iteration))
+        self._hub.tell_all(p.Abandon(iteration=iteration))
         self.events.put(e.SaveFailed(iteration=iteration, why=why))
         committed = self._committed
         if committed is not None and iteration >= committed.proposal.iteration:
@@ -482,8 +417,8 @@ class Leader:
         if drain_s is not None:
             self.costs.add("drain", drain_s)
             self._save_costs()
-        self._tell_all(p.Durable(iteration=iteration))
-        self._answer_asked()
+        self._hub.tell_all(p.Durable(iteration=iteration))
+        self._answer(time.monotonic())
 
     # notices
 
@@ -503,40 +438,26 @@ class Leader:
         if earliest is not None and committed is not None and committed.proposal.stop:
             limit = time.monotonic() + max(0.0, earliest - time.time())
             self._committed = _Committed(committed.proposal, committed.asked, min(limit, committed.until))
-            self._tell_all(p.Deadline(deadline_s=earliest))
+            self._hub.tell_all(p.Deadline(deadline_s=earliest))
 
     def _ask(self, channel: Channel, ask: p.Ask, now: float) -> None:
-        self._asked.append(_Asked(channel, ask, self.iteration, now + ask.timeout_s))
+        self._asking.add(channel, ask, above=self.iteration, now=now)
         self._notice(Notice(kind=NoticeKind.PERSON, stop=ask.stop, source=f"asked by uid {channel.peer_uid}"))
 
-    def _answer_asked(self) -> None:
-        now = time.monotonic()
-        for asked in list(self._asked):
-            reached = self._saves.newest if asked.ask.level == "local" else self._durable
-            if reached >= max(1, asked.above):
-                answer = p.Answer(ok=True, iteration=reached, words=f"iteration {reached} is {asked.ask.level}")
-            elif now >= asked.until:
-                words = f"not {asked.ask.level} within {asked.ask.timeout_s:g} s"
-                answer = p.Answer(ok=False, iteration=reached, words=words)
-            else:
-                continue
-            self._asked.remove(asked)
-            self._send(asked.channel, answer)
+    def _answer(self, now: float) -> None:
+        self._asking.answer(self._saves.newest, self._durable, now)
 
     # time
 
+    def _turn(self, now: float) -> None:
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._tick(now)
+        self._maybe_propose(now)
+
     def _tick(self, now: float) -> None:
-        late, self._ticked = now - self._ticked > _HICCUP_S, now
-        for node in self._nodes:
-            if late:
-                node.heard = now
-            if node.channel is not None and now > node.heard + SILENCE_S:
-                event(log, "agent_silent", level=logging.WARNING, node=node.name)
-                node.channel.close()
-                self._broken(node.channel)
-                self._lose(node, f"silent for {SILENCE_S:g} s")
-            elif node.channel is None and node.broken is not None and now > node.broken + RECONNECT_S:
-                self._lose(node, "its connection broke" if node.pid else f"its agent has not come in {JOIN_S:g} s")
+        for node, why in self._hub.check(now):
+            self.events.put(e.NodeLost(node=node.name, why=why))
         self._conclude(self._agreement.tick(now))
         for iteration in self._saves.overdue(now, self._save_wait()):
             if self._committed is None or not self._committed.proposal.stop:
@@ -546,14 +467,7 @@ class Leader:
             self._fail(committed.proposal.iteration, "not saved by all ranks in time")
             if self._committed is committed:  # given up before
                 self._finish(committed, saved=False)
-        self._answer_asked()
-        self._maybe_propose(now)
-
-    def _lose(self, node: _Node, why: str) -> None:
-        node.broken = None
-        if not node.lost:
-            node.lost = True
-            self.events.put(e.NodeLost(node=node.name, why=why))
+        self._answer(now)
 
     def _maybe_propose(self, now: float) -> None:
         if self._agreement.open is not None or self._committed is not None or self._stopped or now < self._next_try:
@@ -572,16 +486,7 @@ class Leader:
 
     def _goodbye(self) -> None:
         self._leaving = True
-        self._tell_all(p.Goodbye())
-
-    def _tell_all(self, message: p.Message) -> None:
-        for node in self._nodes:
-            if node.channel is not None:
-                self._send(node.channel, message)
-
-    def _send(self, channel: Channel, message: p.Message) -> None:
-        with contextlib.suppress(ChannelClosedError):  # its thread reports that
-            channel.send(p.to_wire(message), timeout_s=SEND_S)
+        self._hub.tell_all(p.Goodbye())
 
     @property
     def _world(self) -> int:

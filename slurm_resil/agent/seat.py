@@ -57,6 +57,7 @@ class Seat:
         self._block = page.block(local_rank)
         self._wait_s = decision_wait_s
         self._done = 0  # epoch that needs nothing more from this rank
+        self.words[self._block + c.FENCED] = int(c.register_barriers())
         self.words[self._block + c.PID] = os.getpid()
 
     def look(self, iteration: int) -> Order:

@@ -56,11 +56,13 @@ class Slots:
             expendable: Whether a sealed iteration may be overwritten.
 
         Returns:
-            Index of the slot, None if none is free.
+            Index of the slot, None if none is free or the iteration has one already.
 
         Raises:
             OSError: A manifest could not be removed.
         """
+        if any(slot.iteration == iteration for slot in self._slots):
+            return None
         order = sorted(range(len(self._slots)), key=lambda index: self._slots[index].iteration)
         for index in order:
             slot = self._slots[index]

@@ -15,7 +15,7 @@ from slurm_resil.core import errors
 COMMANDS = {
     "sandbox": ("slurm_resil.cli.sandbox", "sandbox", "A private real Slurm cluster in one directory."),
     "run": ("slurm_resil.cli.run", "run", "Launch and supervise ranks inside an allocation."),
-    "agent": ("slurm_resil.cli.run", "agent", "The per-node agent (started by the launcher)."),
+    "agent": ("slurm_resil.cli.agent", "agent", "The per-node agent (started by the launcher)."),
     "mover": ("slurm_resil.cli.mover", "mover", "Drain over MPI (started by the launcher)."),
     "ckpt": ("slurm_resil.cli.ckpt", "ckpt", "Checkpoints on all tiers."),
     "job": ("slurm_resil.cli.job", "job", "One job: status, deadline, checkpoint now."),

@@ -5,9 +5,10 @@ its own, one cache line long, that only this rank writes. On x86-64 and AArch64 
 
 The race that matters: a rank stores its iteration and then loads the proposal, while the agent stores a proposal
 and then loads the iterations. Without a full barrier both can miss each other. The rank runs Python and cannot
-issue a fence, so the agent does it for both sides with ``membarrier(MEMBARRIER_CMD_GLOBAL)``.
+issue a fence, so the agent does it for both sides with ``membarrier``: the expedited kind if all ranks have registered
+for it (microseconds, and it works on nohz_full processors), else the global kind (tens of milliseconds).
 
-Head words: see ``MAGIC`` to ``ATTEMPT``; rank block words: see ``ITERATION`` to ``WAITING``.
+Head words: see ``MAGIC`` to ``GOING``; rank block words: see ``ITERATION`` to ``WAITING``.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ DEADLINE = 8  # Unix time in ms by which a stop must be over, 0 if there is none
 FAILED = 9  # newest iteration that was given up: it will never be in SEALED_ALL
 VOTED = 10  # epoch for which the agent has said yes
 CYCLE = 11  # launch of the ranks that the page is for
-ATTEMPT = 12
+ATTEMPT = 12  # both plus one, 0: not said yet
+GOING = 13  # number of the restore plan that the ranks have started from, 0 before
 HEAD_WORDS = 16
 
 # block of a rank, written by that rank
 ITERATION = 0  # newest published iteration
 SAVED = 1  # newest iteration handed over for sealing
 PID = 2
-BEAT = 3  # monotonic clock in ms of the last step(), 0 before the first
-WAITING = 4  # epoch of the decision that the rank waits for, 0 if it does not wait
+FENCED = 4  # 1 once this process has registered for expedited barriers
+WAITING = 3  # epoch of the decision that the rank waits for, 0 if it does not wait
 BLOCK_WORDS = 8
 
 OPEN, COMMIT, ABORT = 0, 1, 2
 
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
-_CMD_QUERY, _CMD_GLOBAL = 0, 1
+_CMD_GLOBAL, _CMD_GLOBAL_EXPEDITED, _CMD_REGISTER_GLOBAL_EXPEDITED = 1, 2, 4
 
 
 class ControlPage:
@@ -117,17 +119,32 @@ class ControlPage:
         self._map.close()
 
 
-def membarrier() -> None:
+def _membarrier(command: int) -> int:
+    """Make the system call; returns 0, or the error's number (-1 where the call has no known number)."""
+    number = _MEMBARRIER.get(platform.machine())
+    if number is None:
+        return -1
+    libc = ctypes.CDLL(None, use_errno=True)
+    return 0 if libc.syscall(number, command, 0, 0) == 0 else ctypes.get_errno()
+
+
+def register_barriers() -> bool:
+    """Have this process take part in expedited barriers; False where the kernel does not know them."""
+    return _membarrier(_CMD_REGISTER_GLOBAL_EXPEDITED) == 0
+
+
+def membarrier(*, expedited: bool = False) -> None:
     """Run a full memory barrier on every thread of every process of this host.
 
+    Args:
+        expedited: Only on those of processes that have called :func:`register_barriers` (and the caller), at once.
+
     Raises:
-        ServiceError: The kernel has no MEMBARRIER_CMD_GLOBAL.
+        ServiceError: The kernel does not do it.
     """
-    number = _MEMBARRIER.get(platform.machine())
-    libc = ctypes.CDLL(None, use_errno=True)
-    if number is None or libc.syscall(number, _CMD_GLOBAL, 0, 0) != 0:
-        code = ctypes.get_errno()
+    code = _membarrier(_CMD_GLOBAL_EXPEDITED if expedited else _CMD_GLOBAL)
+    if code:
         raise ServiceError(
-            f"membarrier is not available on {platform.machine()}: {os.strerror(code) if code else 'no number'}",
-            mend="use Linux 4.16 or newer without nohz_full",
+            f"membarrier is not available on {platform.machine()}: {os.strerror(code) if code > 0 else 'no number'}",
+            mend="use Linux 4.16 or newer, and let the container's seccomp profile allow membarrier",
         )

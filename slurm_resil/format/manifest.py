@@ -86,7 +86,23 @@ class _Document:
             FileNotFoundError: There is none.
             DataError: Torn, edited, of another version, or not a manifest of this kind.
         """
-        raw = fsio.read_json(path)
+        return cls._check(fsio.read_json(path), path)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str) -> Self:
+        """Read and check a manifest that was sent; ``where`` names it in errors.
+
+        Raises:
+            DataError: As for :meth:`load`.
+        """
+        try:
+            raw = json.loads(data)
+        except ValueError as error:
+            raise DataError(f"{where} is not valid JSON: {error}") from error
+        return cls._check(raw, where)
+
+    @classmethod
+    def _check(cls, raw: Any, path: str) -> Self:
         if not isinstance(raw, dict) or "check" not in raw:
             raise DataError(f"{path} is not a manifest", path=path)
         check = raw.pop("check")

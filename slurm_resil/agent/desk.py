@@ -1,0 +1,281 @@
+"""Where the ranks of a node are served: slots, seals, what to restore. Used by the agent's main thread only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from slurm_resil.agent import protocol as p
+from slurm_resil.agent.slots import Slots, parse
+from slurm_resil.agent.store import Store
+from slurm_resil.comm.channel import Channel, ChannelClosedError
+from slurm_resil.core import faults
+from slurm_resil.core.errors import DataError, ResilError
+from slurm_resil.core.log import event
+from slurm_resil.format.manifest import ShardManifest
+
+SEALERS = 2  # threads that hash
+NICENESS = 10
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Rank:
+    """One rank of the node."""
+
+    rank: int
+    slots: Slots
+    channel: Channel | None = None
+    pid: int = 0
+    left: bool = False
+    outcome: p.Loaded | None = None
+    lease: tuple[p.Lease, float] | None = None  # and until when it waits
+    sealing: dict[int, Future[ShardManifest]] = field(default_factory=dict)
+    results: dict[int, p.Message] = field(default_factory=dict)  # what the leader was told, to say it again
+
+    def send(self, message: p.Message) -> None:
+        """Tell the rank, if it is there."""
+        if self.channel is not None:
+            with contextlib.suppress(ChannelClosedError):
+                self.channel.send(p.to_wire(message), timeout_s=1.0)
+
+
+class Desk:
+    """The ranks of a node.
+
+    Args:
+        job_dir: Job's directory in the burst buffer.
+        run_id: Run.
+        ranks: Their global ranks.
+        slots: Slots of each.
+        store: Burst buffer.
+        tell: Tells the leader.
+        later: Runs a call in the main thread.
+    """
+
+    def __init__(
+        self,
+        job_dir: str,
+        run_id: str,
+        ranks: range,
+        slots: int,
+        store: Store,
+        *,
+        tell: Callable[[p.Message], None],
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._job_dir, self._run_id, self._store, self._tell, self._later = job_dir, run_id, store, tell, later
+        self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots)) for rank in ranks}
+        self.cycle = -1
+        self.sealed_all = 0
+        self._given_up: set[int] = set()
+        self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
+
+    # shards
+
+    def begin(self, cycle: int) -> None:
+        """Begin a cycle: the ranks of the one before are gone."""
+        self.cycle = cycle
+        self.sealed_all = 0
+        self._given_up.clear()
+        for rank in self.ranks.values():
+            rank.outcome, rank.lease, rank.left = None, None, False
+            rank.results.clear()
+            rank.slots.free_unsealed(lambda iteration, rank=rank: iteration in rank.sealing)  # type: ignore[misc] # bound now
+
+    @property
+    def sealing(self) -> bool:
+        """Whether something is being sealed."""
+        return any(rank.sealing for rank in self.ranks.values())
+
+    def survey(self, world_size: int) -> list[tuple[int, int]]:
+        """List the sealed shards that can be restored here, as (iteration, rank); take out what cannot."""
+        found = []
+        for iteration, by_rank in self._store.sealed().items():
+            for owner, path in by_rank.items():
+                rank = self.ranks.get(owner)
+                if rank is None:
+                    continue  # of a rank that is placed elsewhere now: of no use, and no harm
+                why = self._unusable(path, world_size)
+                if why is None:
+                    found.append((iteration, owner))
+                else:
+                    self._quarantine(iteration, owner, why)
+        return found
+
+    def _unusable(self, path: str, world_size: int) -> str | None:
+        try:
+            manifest = ShardManifest.load(path)
+        except FileNotFoundError:
+            return "it is gone"
+        except DataError as error:
+            return str(error)
+        if (manifest.run_id, manifest.world_size) != (self._run_id, world_size):
+            return f"it is of run {manifest.run_id} with {manifest.world_size} ranks"
+        place = parse(manifest.slot)
+        if place is None or place[0] != manifest.rank:
+            return f"it names the slot {manifest.slot!r}"
+        self.ranks[manifest.rank].slots.holds(place[1], manifest.iteration)
+        return None
+
+    def lost(self, artefacts: list[tuple[int, int, str]]) -> None:
+        """Take out shards that were found bad."""
+        for iteration, owner, reason in artefacts:
+            rank = self.ranks.get(owner)
+            if rank is not None and os.path.exists(self._store.sealed().get(iteration, {}).get(owner, "")):
+                self._quarantine(iteration, owner, reason)
+                rank.slots.free(iteration)
+
+    def _quarantine(self, iteration: int, owner: int, reason: str) -> None:
+        event(log, "quarantined", level=logging.WARNING, iteration=iteration, rank=owner, why=reason)
+        try:
+            self._store.quarantine(iteration, owner, reason)
+        except (OSError, ResilError) as error:
+            event(log, "not_quarantined", level=logging.ERROR, iteration=iteration, rank=owner, why=str(error))
+
+    def continue_from(self, iteration: int) -> None:
+        """Training goes on from an iteration: newer shards are of another past, and must not mix with what comes."""
+        for rank in self.ranks.values():
+            for newer in rank.slots.discard_above(iteration):
+                event(log, "discarded", iteration=newer, rank=rank.rank, above=iteration)
+
+    def all_sealed(self, iteration: int) -> None:
+        """Hear that all ranks of the run have sealed an iteration."""
+        self.sealed_all = max(self.sealed_all, iteration)
+        for rank in self.ranks.values():
+            rank.results = {at: result for at, result in rank.results.items() if at > iteration}
+        self._given_up = {at for at in self._given_up if at > iteration}
+
+    def abandon(self, iteration: int) -> None:
+        """Hear that an iteration will never be complete."""
+        self._given_up.add(iteration)
+
+    # ranks
+
+    def find(self, channel: Channel) -> Rank | None:
+        """Rank of a connection."""
+        return next((rank for rank in self.ranks.values() if rank.channel is channel), None)
+
+    def gone(self, rank: Rank) -> None:
+        """A rank's connection ended: what it has not handed over is lost."""
+        rank.channel, rank.lease = None, None
+        for iteration in rank.slots.free_unsealed(lambda at: at in rank.sealing):
+            self._report(rank, p.Failed(iteration=iteration, rank=rank.rank, cycle=self.cycle, reason="the rank ended"))
+
+    def hear(self, rank: Rank, message: p.Message, now: float) -> None:
+        """Serve a rank."""
+        match message:
+            case p.Lease():
+                rank.lease = (message, now + message.wait_s)
+                self.serve_leases(now)
+            case p.Seal():
+                self._seal(rank, message)
+            case p.GiveUp():
+                rank.slots.free(message.iteration)
+                failed = p.Failed(iteration=message.iteration, rank=rank.rank, cycle=self.cycle, reason=message.reason)
+                self._report(rank, failed)
+            case p.Leave():
+                rank.left = True
+            case _:
+                pass
+
+    @property
+    def leases_wait(self) -> bool:
+        """Whether a rank waits for a slot."""
+        return any(rank.lease is not None for rank in self.ranks.values())
+
+    def serve_leases(self, now: float) -> None:
+        """Give out slots that became free, refuse those who waited long enough."""
+        for rank in self.ranks.values():
+            if rank.lease is None:
+                continue
+            lease, until = rank.lease
+            reason = ""
+            try:
+                index = rank.slots.lease(lease.iteration, self._expendable)
+            except OSError as error:
+                index, reason = None, str(error)
+            if index is not None:
+                rank.lease = None
+                rank.send(p.Slot(iteration=lease.iteration, index=index))
+            elif reason or now >= until:
+                rank.lease = None
+                reason = reason or f"no slot is free: {rank.slots.words()}; all ranks have sealed {self.sealed_all}"
+                rank.send(p.NoSlot(iteration=lease.iteration, reason=reason))
+
+    def _expendable(self, iteration: int) -> bool:
+        return iteration < self.sealed_all or iteration in self._given_up
+
+    # seals
+
+    def _seal(self, rank: Rank, seal: p.Seal) -> None:
+        iteration = seal.iteration
+        done = rank.results.get(iteration)
+        if isinstance(done, p.Sealed) or iteration in rank.sealing:
+            if done is not None:
+                rank.send(p.ShardSealed(iteration=iteration))
+            return
+        try:
+            draft = ShardManifest.from_bytes(seal.draft.encode(), where=f"the draft of rank {rank.rank}")
+            place = parse(draft.slot)
+            if (draft.rank, draft.iteration, draft.run_id) != (rank.rank, iteration, self._run_id):
+                raise DataError(f"the draft is of run {draft.run_id} rank {draft.rank} iteration {draft.iteration}")
+            if place is None or place[0] != rank.rank or not rank.slots.sealing(place[1], iteration):
+                raise DataError(f"slot {draft.slot!r} was not given out for it")
+        except DataError as error:
+            self._seal_failed(rank, iteration, str(error))
+            return
+        began = time.monotonic()
+        faults.point("agent.seal")
+        future = rank.sealing[iteration] = self._pool.submit(self._store.seal, draft)
+        done_call = functools.partial(self._sealed, rank, iteration, draft.costs_s, began, self.cycle)
+        future.add_done_callback(lambda future: self._later(lambda: done_call(future)))
+
+    def _sealed(
+        self,
+        rank: Rank,
+        iteration: int,
+        costs_s: dict[str, float],
+        began: float,
+        cycle: int,
+        future: Future[ShardManifest],
+    ) -> None:
+        rank.sealing.pop(iteration, None)
+        try:
+            future.result()
+        except (ResilError, OSError, ValueError) as error:
+            self._seal_failed(rank, iteration, f"{type(error).__name__}: {error}")
+            return
+        faults.point("agent.sealed")
+        rank.slots.sealed(iteration)
+        costs = {**costs_s, "seal": time.monotonic() - began}
+        if cycle == self.cycle:
+            self._report(rank, p.Sealed(iteration=iteration, rank=rank.rank, cycle=cycle, costs_s=costs))
+        rank.send(p.ShardSealed(iteration=iteration))
+
+    def _seal_failed(self, rank: Rank, iteration: int, reason: str) -> None:
+        event(log, "seal_failed", level=logging.ERROR, iteration=iteration, rank=rank.rank, why=reason)
+        rank.slots.free(iteration)
+        self._report(rank, p.Failed(iteration=iteration, rank=rank.rank, cycle=self.cycle, reason=reason))
+        rank.send(p.ShardFailed(iteration=iteration, reason=reason))
+
+    def _report(self, rank: Rank, message: p.Sealed | p.Failed) -> None:
+        rank.results[message.iteration] = message
+        self._tell(message)
+
+    def close(self) -> None:
+        """End the threads once what is being sealed is done."""
+        self._pool.shutdown(wait=True)
+
+
+def _be_nice() -> None:
+    """Hash with what the training leaves over: on Linux this is for the calling thread alone."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,261 @@
+"""A rank's connection to its agent: a small thread listens, and comes back when the agent was started anew."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from slurm_resil.agent import protocol as p
+from slurm_resil.comm import unix
+from slurm_resil.comm.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from slurm_resil.core.errors import DataError, NotPermittedError, ServiceError, TryAgainError
+from slurm_resil.core.log import event
+
+RETRY_S = 0.1
+ANSWER_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class RankLink:
+    """See the module.
+
+    Args:
+        path: Agent's socket.
+        hello: Who we are.
+        timeout_s: For the first connection, seconds.
+        appear: Called while nobody answers, to start an agent; None if somebody else does.
+        alone: There is no launcher: an agent that does not want us may be on its way out, and another will come.
+
+    Attributes:
+        page: What the agent said at first: control page and number of slots.
+
+    Raises:
+        ServiceError: No agent in time.
+        NotPermittedError: The agent does not want this rank.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hello: p.RankHello,
+        *,
+        timeout_s: float,
+        appear: Callable[[], None] | None = None,
+        alone: bool = False,
+    ) -> None:
+        self._path, self._hello = path, hello
+        self._changed = threading.Condition()
+        self._channel: Channel | None = None
+        self._restore: p.Restore | None = None
+        self._started = 0
+        self._outcome: p.RankLoaded | None = None
+        self._leases: dict[int, p.Slot | p.NoSlot] = {}
+        self._pending: dict[int, p.Seal] = {}
+        self._results: dict[int, str] = {}  # iteration: what was wrong, or nothing
+        self._closing = threading.Event()
+        self.page = self._first(timeout_s, appear, alone=alone)
+        self._thread = threading.Thread(target=self._run, name="resil link", daemon=True)
+        self._thread.start()
+
+    # restore
+
+    def restore(self, after: int, *, timeout_s: float) -> p.Restore | p.Start:
+        """Wait for what comes after plan ``after``: a newer plan, or the start from that one.
+
+        Raises:
+            ServiceError: Neither came.
+        """
+        with self._changed:
+
+            def answer() -> p.Restore | p.Start | None:
+                if self._restore is not None and self._restore.plan > after:
+                    return self._restore
+                return p.Start(plan=after) if after and self._started >= after else None
+
+            found = self._changed.wait_for(answer, timeout_s)
+            if found is None:
+                what = "a decision what to restore" if not after else "the other ranks to restore"
+                raise ServiceError(
+                    f"waited {timeout_s:g} s for {what}",
+                    mend="look at agent.log in the job's burst buffer directory of each node",
+                    rank=self._hello.rank,
+                )
+            return answer() or found
+
+    def loaded(self, plan: int, outcome: Literal["ok", "bad", "error"], reason: str = "") -> None:
+        """Say how the restore went."""
+        self._outcome = p.RankLoaded(plan=plan, outcome=outcome, reason=reason)
+        self._send(self._outcome)
+
+    # saves
+
+    def lease(self, iteration: int, *, wait_s: float) -> int:
+        """Get a slot for an iteration, and its index.
+
+        Raises:
+            TryAgainError: None is free.
+            ServiceError: The agent does not answer.
+        """
+        message = p.Lease(iteration=iteration, wait_s=wait_s)
+        deadline = time.monotonic() + wait_s + ANSWER_S
+        asked: Channel | None = None
+
+        def answer() -> p.Slot | p.NoSlot | None:
+            nonlocal asked
+            if self._channel is not asked:  # the first time, and again if the agent was started anew
+                asked = self._channel
+                self._send(message)
+            return self._leases.pop(iteration, None)
+
+        with self._changed:
+            self._leases.clear()
+            lease = self._changed.wait_for(answer, deadline - time.monotonic())
+        if lease is None:
+            words = f"the agent gave no slot for iteration {iteration} in {wait_s + ANSWER_S:g} s"
+            raise ServiceError(words, path=self._path)
+        if isinstance(lease, p.NoSlot):
+            raise TryAgainError(lease.reason, iteration=iteration, rank=self._hello.rank)
+        return lease.index
+
+    def seal(self, iteration: int, draft: str) -> None:
+        """Hand a written slot over."""
+        message = p.Seal(iteration=iteration, draft=draft)
+        with self._changed:
+            self._pending[iteration] = message
+            self._results.pop(iteration, None)
+        self._send(message)
+
+    def give_up(self, iteration: int, reason: str) -> None:
+        """Say that a save did not work."""
+        self._send(p.GiveUp(iteration=iteration, reason=reason))
+
+    def result(self, iteration: int, *, timeout_s: float = 0.0) -> str | None:
+        """What became of a shard: an empty string when it is sealed, else what was wrong; None if not known yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: iteration in self._results, timeout_s)
+            return self._results.get(iteration)
+
+    def failures(self) -> dict[int, str]:
+        """Failed seals that nobody has asked for yet; each is returned once."""
+        with self._changed:
+            found = {iteration: why for iteration, why in self._results.items() if why}
+            for iteration in found:
+                del self._results[iteration]
+            return found
+
+    def settle(self, timeout_s: float) -> list[int]:
+        """Wait until everything handed over is sealed or has failed; returns what is still open."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending, timeout_s)
+            return sorted(self._pending)
+
+    def close(self) -> None:
+        """Leave."""
+        self._closing.set()
+        self._send(p.Leave())
+        if self._channel is not None:
+            self._channel.close()
+        self._thread.join(timeout=5)
+
+    # the thread
+
+    def _first(self, timeout_s: float, appear: Callable[[], None] | None, *, alone: bool) -> p.Page:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._connect(max(0.1, deadline - time.monotonic()))
+            except ServiceError as error:
+                if time.monotonic() >= deadline:
+                    raise ServiceError(
+                        f"no agent answers on this node in {timeout_s:g} s: {error}",
+                        mend="look at agent.log beside its socket, or start with `slurm-resil run`",
+                        path=self._path,
+                    ) from error
+            except NotPermittedError:
+                if not alone or time.monotonic() >= deadline:
+                    raise
+                self._closing.wait(RETRY_S)
+                continue
+            if appear is not None:
+                appear()
+            self._closing.wait(RETRY_S)
+
+    def _connect(self, timeout_s: float) -> p.Page:
+        channel = unix.connect(self._path)
+        try:
+            channel.send(p.to_wire(self._hello))
+            answer = p.from_wire(channel.recv(timeout_s=timeout_s))
+        except BaseException:
+            channel.close()
+            raise
+        if not isinstance(answer, p.Page):
+            channel.close()
+            reason = answer.reason if isinstance(answer, p.Refuse) else f"answered {answer!r}"
+            raise NotPermittedError(f"the agent does not want rank {self._hello.rank}: {reason}", path=self._path)
+        with self._changed:
+            self._channel = channel
+            self._changed.notify_all()
+        return answer
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            channel = self._channel
+            if channel is None:
+                self._again()
+                continue
+            try:
+                with contextlib.suppress(ChannelTimeoutError):
+                    self._hear(p.from_wire(channel.recv(timeout_s=60)))
+            except ChannelClosedError:
+                with self._changed:
+                    self._channel = None
+            except DataError as error:
+                event(log, "bad_message", level=logging.ERROR, why=str(error))
+
+    def _again(self) -> None:
+        try:
+            self._connect(ANSWER_S)
+        except (ServiceError, NotPermittedError, DataError):
+            self._closing.wait(RETRY_S)
+            return
+        event(log, "agent_back", rank=self._hello.rank)
+        if self._outcome is not None:
+            self._send(self._outcome)
+        with self._changed:
+            pending = list(self._pending.values())
+        for seal in pending:
+            self._send(seal)
+
+    def _hear(self, message: p.Message) -> None:
+        with self._changed:
+            match message:
+                case p.Restore():
+                    self._restore = message
+                case p.Start():
+                    self._started = max(self._started, message.plan)
+                case p.Slot() | p.NoSlot():
+                    self._leases[message.iteration] = message
+                case p.ShardSealed():
+                    self._pending.pop(message.iteration, None)
+                    self._keep(message.iteration, "")
+                case p.ShardFailed():
+                    self._pending.pop(message.iteration, None)
+                    self._keep(message.iteration, message.reason or "unknown")
+                case _:
+                    pass
+            self._changed.notify_all()
+
+    def _keep(self, iteration: int, result: str) -> None:
+        self._results[iteration] = result
+        for old in sorted(self._results)[:-16]:
+            del self._results[old]
+
+    def _send(self, message: p.Message) -> None:
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(ChannelClosedError):  # the thread comes back and says it again
+                channel.send(p.to_wire(message))

@@ -1,0 +1,107 @@
+"""``slurm-resil agent``: the agent of this node, started by the launcher or by a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+import click
+
+from slurm_resil.agent.agent import main_agent
+from slurm_resil.agent.place import Place, from_env
+from slurm_resil.agent.setup import AgentConfig
+from slurm_resil.agent.store import Store
+from slurm_resil.core import log
+from slurm_resil.core.errors import ConfigError
+from slurm_resil.format.manifest import ShardManifest
+
+
+class BurstBuffer:
+    """The real store: the node's catalog, and the seal of :mod:`slurm_resil.ckpt`."""
+
+    def __init__(self, job_dir: str) -> None:
+        from slurm_resil.catalog import LocalCatalog
+
+        self._job_dir = job_dir
+        self._catalog = LocalCatalog(job_dir)
+
+    def sealed(self) -> Mapping[int, Mapping[int, str]]:
+        """See Store."""
+        return self._catalog.sealed()
+
+    def seal(self, draft: ShardManifest) -> ShardManifest:
+        """See Store."""
+        from slurm_resil.ckpt.seal import seal
+
+        return seal(self._job_dir, draft)
+
+    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
+        """See Store."""
+        self._catalog.quarantine(iteration, rank, reason)
+
+
+def config(place: Place, env: Mapping[str, str]) -> AgentConfig:
+    """Build the agent's configuration from its place.
+
+    Raises:
+        ConfigError: The run's directory cannot be made.
+    """
+    try:
+        os.makedirs(place.run_dir, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the run's directory {place.run_dir}: {error.strerror}",
+            mend="make the prefix writable, or set SLURM_RESIL_PREFIX to a directory that is",
+            path=place.run_dir,
+        ) from error
+    return AgentConfig(
+        info=place.info,
+        node=place.node,
+        node_rank=place.node_rank,
+        nodes=("",) * place.info.nodes,
+        ranks_per_node=place.ranks_per_node,
+        job_dir=place.job_dir,
+        run_dir=place.run_dir,
+        leader=place.leader,
+        host=own_address(env) if place.leader is None and place.info.nodes > 1 else None,
+        interval_s=place.interval_s,
+    )
+
+
+def own_address(env: Mapping[str, str]) -> str:
+    """Address of this node that other nodes of the job reach: the one that Slurm's packets leave from.
+
+    Raises:
+        ConfigError: None is found.
+    """
+    for peer in (env.get("SLURM_LAUNCH_NODE_IPADDR"), env.get("MASTER_ADDR")):
+        if not peer:
+            continue
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer, 9))  # sends nothing: it asks for the route
+                address = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not address.startswith("127."):
+            return address
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "127."
+    if address.startswith("127."):
+        raise ConfigError(
+            "no address of this node is found that other nodes could reach", mend="start with `slurm-resil run`"
+        )
+    return address
+
+
+@click.command()
+def agent() -> None:
+    """Serve the ranks of this node. Everything comes from the environment, see the launcher."""
+    log.configure()
+    place = from_env(os.environ)
+    store: Store = BurstBuffer(place.job_dir)
+    sys.exit(main_agent(config(place, os.environ), store))

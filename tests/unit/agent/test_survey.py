@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_resil.agent.protocol import Loaded
+from slurm_resil.agent.restoring import Restoring
+from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
+from slurm_resil.core import paths
+
+
+def pick(shards: dict[int, set[int]], durable: set[int], bad: set[tuple[int, int]] | None = None, world: int = 2):  # type: ignore[no-untyped-def]
+    choice = choose(shards, durable, bad or set(), world)
+    return choice.iteration, choice.sources, choice.complete
+
+
+@pytest.mark.parametrize(
+    ("shards", "durable", "bad", "expected"),
+    [
+        ({}, set(), set(), (0, ("fresh", "fresh"), 0)),
+        ({0: {5}, 1: {5}}, set(), set(), (5, ("local", "local"), 5)),
+        # the newest that all have, not the newest that one has
+        ({0: {5, 10}, 1: {5}}, set(), set(), (5, ("local", "local"), 5)),
+        # a lost node: the drained file for its ranks, the shards for the others
+        ({0: {5, 10}, 1: set()}, {5}, set(), (5, ("local", "drained"), 0)),
+        ({0: {5}}, {5}, set(), (5, ("local", "drained"), 0)),
+        # durable and newer than what is complete here
+        ({0: {5}, 1: {5}}, {5, 8}, set(), (8, ("drained", "drained"), 5)),
+        # bad ones
+        ({0: {5, 10}, 1: {5, 10}}, set(), {(10, 1)}, (5, ("local", "local"), 5)),
+        ({0: {5, 10}, 1: {5, 10}}, {10}, {(10, 1)}, (10, ("local", "drained"), 5)),
+        ({0: {5}, 1: {5}}, {8}, {(8, DRAINED)}, (5, ("local", "local"), 5)),
+        ({0: {5}}, {5}, {(5, DRAINED)}, (0, ("fresh", "fresh"), 0)),
+    ],
+)
+def test_choice(shards, durable, bad, expected) -> None:  # type: ignore[no-untyped-def]
+    assert pick(shards, durable, bad) == expected
+
+
+def test_a_plan_needs_all_nodes_and_counts_only_shards_in_their_place(tmp_path: Path) -> None:
+    restoring = Restoring(str(tmp_path), nodes=2, ranks_per_node=1)
+    restoring.survey(0, [(5, 0), (5, 1)])  # rank 1 is not placed there
+    assert restoring.make(0) is None
+    restoring.survey(1, [(4, 1)])
+    plan = restoring.make(0)
+    assert plan is not None
+    assert (plan.iteration, plan.number) == (0, 1)
+    assert restoring.make(0) is None  # once
+    assert not restoring.loaded(0)
+    assert not restoring.loaded(0)
+    assert restoring.loaded(1)
+    assert restoring.going
+
+
+def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -> None:
+    for iteration in (3, 9):
+        Path(paths.drained_manifest(str(tmp_path), iteration)).write_text("{}")
+    restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
+    restoring.survey(0, [(9, 0), (3, 0)])
+    plan = restoring.make(0)
+    assert plan is not None
+    assert (plan.iteration, plan.sources) == (9, ["local"])
+    tried = []
+    while plan is not None:
+        tried.append((plan.iteration, plan.sources[0]))
+        if plan.sources[0] == "fresh":
+            break
+        restoring.refuse(Loaded(plan=plan.number, rank=0, outcome="bad", reason="flipped"))
+        number, plan = plan.number, restoring.make(0)
+        assert plan is not None
+        assert plan.number > number
+    assert tried == [(9, "local"), (9, "drained"), (3, "local"), (3, "drained"), (0, "fresh")]
+    assert drained_iterations(str(tmp_path)) == set()
+    assert sorted(name.name for name in tmp_path.iterdir()) == ["ckpt-0000000003.bad", "ckpt-0000000009.bad"]
+    restoring.start()
+    restoring.survey(0, [(9, 0)])
+    plan = restoring.make(1)
+    assert plan is not None
+    assert plan.iteration == 0
+
+
+def test_what_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
+    restoring = Restoring(str(tmp_path / "gone"), nodes=1, ranks_per_node=1)
+    restoring.survey(0, [])
+    plan = restoring.make(0)
+    assert plan is not None
+    assert "cannot read" in plan.error
+
+
+def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
+    restoring.survey(0, [(9, 0), (9, 1)])
+    restoring.make(0)
+    restoring.refuse(Loaded(plan=1, rank=1, outcome="error", reason="another model"))
+    plan = restoring.make(0)
+    assert plan is not None
+    assert plan.error == "rank 1: another model"
+    assert list(tmp_path.iterdir()) == []
