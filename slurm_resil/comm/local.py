@@ -1,0 +1,138 @@
+"""Communicator of threads in this process: one rank for a single node, several for tests of collective code."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeVar
+
+from slurm_resil.comm.base import MAX_WRITE_BYTES, Bytes, Runs
+
+T = TypeVar("T")
+_TIMEOUT_S = 120.0
+
+
+class _Group:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+        self.parts: list[bytes] = [b""] * size
+
+
+class LocalFile:
+    """File of a local communicator: each rank writes by ``pwrite``."""
+
+    def __init__(self, comm: LocalCommunicator, path: str) -> None:
+        self._comm = comm
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def write(self, data: Bytes, runs: Runs) -> None:
+        """See File."""
+        if runs.nbytes > MAX_WRITE_BYTES:
+            raise ValueError(f"{runs.nbytes} bytes in one write, the limit is {MAX_WRITE_BYTES}")
+        runs = runs.merged()
+        view = data.data
+        try:
+            for source, target, length in zip(
+                runs.source.tolist(), runs.target.tolist(), runs.length.tolist(), strict=True
+            ):
+                part = view[source : source + length]
+                while part:
+                    done = os.pwrite(self._fd, part, target)
+                    part, target = part[done:], target + done
+        finally:
+            self._comm.barrier()
+
+    def sync(self) -> None:
+        """See File."""
+        try:
+            os.fsync(self._fd)
+        finally:
+            self._comm.barrier()
+
+    def close(self) -> None:
+        """See File."""
+        os.close(self._fd)
+        self._comm.barrier()
+
+
+class LocalCommunicator:
+    """One rank of a group of threads; without arguments a group of one."""
+
+    def __init__(self, rank: int = 0, group: _Group | None = None) -> None:
+        self._rank = rank
+        self._group = group or _Group(1)
+
+    @property
+    def rank(self) -> int:
+        """See Communicator."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """See Communicator."""
+        return len(self._group.parts)
+
+    def barrier(self) -> None:
+        """See Communicator."""
+        self._group.barrier.wait()
+
+    def bcast(self, data: bytes, root: int = 0) -> bytes:
+        """See Communicator."""
+        return self.allgather(data)[root]
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """See Communicator."""
+        self._group.parts[self._rank] = data
+        self.barrier()
+        parts = list(self._group.parts)
+        self.barrier()
+        return parts
+
+    def max(self, value: int) -> int:
+        """See Communicator."""
+        return max(int(part) for part in self.allgather(str(value).encode()))
+
+    def open(self, path: str, hints: Mapping[str, str]) -> LocalFile:
+        """See Communicator."""
+        try:
+            return LocalFile(self, path)
+        finally:
+            self.barrier()
+
+    def abort(self, code: int) -> NoReturn:
+        """See Communicator: breaks the barrier, so that all others get BrokenBarrierError."""
+        self._group.barrier.abort()
+        raise SystemExit(code)
+
+
+def run(size: int, work: Callable[[LocalCommunicator], T]) -> list[T]:
+    """Run collective code on ``size`` threads.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        BaseException: The first rank's error that is not the consequence of another's.
+    """
+    group = _Group(size)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(LocalCommunicator(rank, group))
+        except BaseException as error:  # noqa: BLE001 - top of a thread: handed to the caller
+            failures.append(error)
+            if not isinstance(error, threading.BrokenBarrierError):
+                group.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failures.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,1 @@
+"""Burst buffer to parallel file system: plan (pure), collective writes, throttle, lease."""
