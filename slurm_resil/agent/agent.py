@@ -303,6 +303,7 @@ class Agent:
             page.close()  # of another attempt, or its ranks do not train yet: a fresh one is as good
             return
         self._page, self._ballot = page, Ballot(page)
+        self._ballot.take_over()
         self._desk.begin(words[c.CYCLE] - 1)
         self._desk.all_sealed(words[c.SEALED_ALL])
         self._desk.survey(config.info.world_size)  # which slots hold what

@@ -36,11 +36,19 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Outcome of a proposal; ``why`` says who is against."""
+    """Outcome of a proposal.
+
+    Attributes:
+        proposal: The proposal.
+        commit: Whether all are for it.
+        why: Who is against.
+        too_low: Whether a rank was there already: a higher one can be proposed at once.
+    """
 
     proposal: Propose
     commit: bool
     why: str = ""
+    too_low: bool = False
 
 
 class Agreement:
@@ -91,10 +99,12 @@ class Agreement:
         if self.open is None or epoch != self.open.epoch or node not in self._missing:
             return None
         self._round_s = max(now - self._began, self._round_s * 0.9)
+        if not yes and newest < self.open.iteration:
+            return self._close(False, f"node {node} is not ready for it")
         if not yes:
             self._refused += 1
             self._floor = max(self._floor, newest)
-            return self._close(False, f"node {node} is at iteration {newest}")
+            return self._close(False, f"node {node} is at iteration {newest}", too_low=True)
         self._missing.discard(node)
         if self._missing:
             return None
@@ -118,9 +128,9 @@ class Agreement:
         """Abort an open proposal for a reason of the leader's own."""
         return self._close(False, why) if self.open is not None else None
 
-    def _close(self, commit: bool, why: str) -> Verdict:
+    def _close(self, commit: bool, why: str, *, too_low: bool = False) -> Verdict:
         assert self.open is not None
-        verdict = Verdict(proposal=self.open, commit=commit, why=why)
+        verdict = Verdict(proposal=self.open, commit=commit, why=why, too_low=too_low)
         self.open = None
         self._missing = set()
         return verdict

@@ -55,6 +55,13 @@ class Ballot:
         waiting = words[c.PROPOSAL] and words[c.DECISION] == c.OPEN and words[c.VOTED] == words[c.EPOCH]
         return words[c.EPOCH] if waiting else 0
 
+    def take_over(self) -> None:
+        """Settle what an agent before this one has left: without a yes of its own, a proposal is nothing."""
+        words = self._words
+        if words[c.PROPOSAL] and words[c.DECISION] == c.OPEN and words[c.VOTED] != words[c.EPOCH]:
+            words[c.DECISION] = c.ABORT
+            words[c.PROPOSAL] = 0
+
     def consider(self, propose: Propose) -> Vote:
         """Put a proposal before the ranks and vote."""
         words = self._words

@@ -86,7 +86,7 @@ class Desk:
         self.sealed_all = 0
         self._given_up.clear()
         for rank in self.ranks.values():
-            rank.outcome, rank.lease, rank.left = None, None, False
+            rank.outcome, rank.lease, rank.left, rank.pid = None, None, False, 0
             rank.results.clear()
             rank.slots.free_unsealed(lambda iteration, rank=rank: iteration in rank.sealing)  # type: ignore[misc] # bound now
 

@@ -29,6 +29,7 @@ from slurm_resil.core.log import event
 from slurm_resil.core.model import Level, Notice, NoticeKind, RunInfo
 
 STOP_WAIT_S = 600.0  # for a stop without a deadline to be saved
+RETRY_S = 0.2  # before another proposal, unless one was only too low
 SAVE_WAIT_S = 120.0  # for any other save to be complete
 log = logging.getLogger(__name__)
 
@@ -346,8 +347,7 @@ class Leader:
             self._committed = _Committed(proposal, now, self._limit(proposal, now))
             self._wanted = False
         else:
-            # a rank was already there: at once again and higher; anything else needs a moment
-            self._next_try = now if "is at iteration" in verdict.why else now + 0.2
+            self._next_try = now if verdict.too_low else now + RETRY_S
 
     def _record(self, decide: p.Decide) -> p.Decide:
         try:

@@ -72,17 +72,18 @@ def test_the_margin_follows_rate_and_round_trip() -> None:
 
 def test_every_refusal_doubles_the_margin_and_a_commit_resets_it() -> None:
     agreement = Agreement()
-    now, targets = 0.0, []
+    now, newest, targets = 0.0, 100, []
     for _ in range(4):
-        proposal = agreement.propose(nodes(100, rate=1000.0, at=now), now, stop=False)
-        targets.append(proposal.iteration - 100)
-        agreement.vote(0, proposal.epoch, yes=False, newest=100, now=now + 0.1)
+        proposal = agreement.propose(nodes(newest, rate=1000.0, at=now), now, stop=False)
+        targets.append(proposal.iteration - newest)
+        newest = proposal.iteration
+        agreement.vote(0, proposal.epoch, yes=False, newest=proposal.iteration, now=now + 0.1)
     assert targets == [101, 201, 401, 801]
     proposal = agreement.propose(nodes(100, rate=1000.0), now, stop=False)
     verdict = agreement.vote(0, proposal.epoch, yes=True, newest=100, now=now + 0.1)
     assert verdict is not None
     assert verdict.commit
-    assert agreement.target(nodes(100, rate=1000.0).values(), now) == 201
+    assert agreement.target(nodes(newest, rate=1000.0).values(), now) == newest + 101
 
 
 def test_a_slow_round_widens_the_margin() -> None:
@@ -96,3 +97,12 @@ def test_epochs_stay_above_what_is_known() -> None:
     agreement = Agreement(epoch=5)
     agreement.raise_epoch(40)
     assert agreement.propose(nodes(1), 0.0, stop=False).epoch == 41
+
+
+def test_a_no_of_a_node_that_is_busy_is_not_a_reason_to_go_higher() -> None:
+    agreement = Agreement()
+    proposal = agreement.propose(nodes(100, rate=10.0), 0.0, stop=False)
+    verdict = agreement.vote(0, proposal.epoch, yes=False, newest=100, now=0.1)
+    assert verdict is not None
+    assert (verdict.commit, verdict.too_low) == (False, False)
+    assert agreement.target(nodes(100, rate=10.0).values(), 0.0) == proposal.iteration

@@ -158,6 +158,20 @@ def test_an_agent_that_voted_yes_never_decides_alone(tmp_path: Path) -> None:
     assert page.words[c.DECISION] == c.OPEN
 
 
+def test_what_was_not_voted_for_is_nothing_to_the_next_agent(tmp_path: Path) -> None:
+    page, ballot, seat = page_and_seat(tmp_path)
+    assert ballot.consider(Propose(epoch=1, iteration=5, stop=False)).yes
+    page.words[c.VOTED] = 0  # killed just before
+    publish(seat, 5)
+    again = Ballot(page)
+    again.take_over()
+    assert again.voted == 0
+    assert seat.look(5) is NOTHING
+    assert again.consider(Propose(epoch=2, iteration=6, stop=False)).yes
+    Ballot(page).take_over()
+    assert page.words[c.PROPOSAL] == 6  # that one was voted for
+
+
 def test_a_rank_waits_for_a_bounded_time_and_then_saves_unsure(tmp_path: Path) -> None:
     page, ballot, seat = page_and_seat(tmp_path)
     assert ballot.consider(Propose(epoch=1, iteration=5, stop=False)).yes

@@ -1,0 +1,146 @@
+"""Real ranks race against proposals: every rank saves at exactly the proposed iteration, every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_resil.agent.agreement import Agreement, Progress
+from slurm_resil.agent.ballot import Ballot
+from slurm_resil.agent.protocol import Decide, Propose, Vote
+from slurm_resil.core import control as c
+
+RACER = str(Path(__file__).with_name("racer.py"))
+NODES, PER_NODE = 2, 2
+
+
+class Blind(Ballot):
+    """A ballot without the check: it says yes to everything."""
+
+    def consider(self, propose: Propose) -> Vote:
+        vote = super().consider(propose)
+        if not vote.yes:
+            self._words[c.PROPOSAL], self._words[c.DECISION] = propose.iteration, c.OPEN
+        return Vote(epoch=vote.epoch, yes=True, newest=vote.newest)
+
+
+class Race:
+    """Two nodes' pages in one process, four ranks in processes of their own."""
+
+    def __init__(self, work: Path, kind: type[Ballot]) -> None:
+        self.work = work
+        self.pages = [c.ControlPage.create(str(work / f"page{place}"), PER_NODE) for place in range(NODES)]
+        self.ballots = [kind(page) for page in self.pages]
+        self.committed: dict[int, int] = {}
+        self.refused = 0
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, RACER, str(work / f"page{place}"), str(local), str(self.log(place, local))]
+            )
+            for place in range(NODES)
+            for local in range(PER_NODE)
+        ]
+
+    def log(self, place: int, local: int) -> Path:
+        return self.work / f"log{place}{local}"
+
+    def run(self, commits: int, *, refusals: int = 0, margin: int | None = None, timeout_s: float = 200.0) -> None:
+        """Propose until there are so many of both; without a margin it is computed as the leader does."""
+        deadline = time.monotonic() + timeout_s
+        agreement = Agreement()
+        before = self.progress(None, 0.0)
+        while any(node.newest < 10 for node in before.values()):
+            assert time.monotonic() < deadline, "the ranks do not start"
+            time.sleep(0.01)
+            before = self.progress(None, 0.0)
+        while len(self.committed) < commits or self.refused < refusals:
+            now = time.monotonic()
+            before = self.progress(before, now)
+            proposal = agreement.propose(before, now, stop=False)
+            if margin is not None:
+                iteration = max(node.newest for node in before.values()) + margin
+                proposal = Propose(epoch=proposal.epoch, iteration=iteration, stop=False)
+            verdict = None
+            for place, ballot in enumerate(self.ballots):
+                vote = ballot.consider(proposal)
+                verdict = verdict or agreement.vote(
+                    place, vote.epoch, yes=vote.yes, newest=vote.newest, now=time.monotonic()
+                )
+            assert verdict is not None
+            decide = Decide(epoch=proposal.epoch, commit=verdict.commit, iteration=proposal.iteration, stop=False)
+            for ballot in self.ballots:
+                ballot.decide(decide)
+            if not verdict.commit:
+                self.refused += 1
+                continue
+            self.committed[proposal.epoch] = proposal.iteration
+            while any(page.words[c.PROPOSAL] for page in self.pages):
+                for ballot in self.ballots:
+                    ballot.tidy()
+                time.sleep(0.0002)
+                assert time.monotonic() < deadline, f"{len(self.committed)} commits and {self.refused} refusals"
+
+    def progress(self, before: dict[int, Progress] | None, now: float) -> dict[int, Progress]:
+        found = {}
+        for place, ballot in enumerate(self.ballots):
+            newest, rate = ballot.newest, 0.0
+            if before is not None and now > before[place].at > 0:
+                rate = max(before[place].rate / 2, (newest - before[place].newest) / (now - before[place].at))
+            found[place] = Progress(newest=newest, rate=rate, at=now)
+        return found
+
+    def end(self) -> list[dict[int, int]]:
+        """End the ranks; returns where each has saved, by epoch."""
+        for page in self.pages:
+            page.words[c.HEAD_WORDS + PER_NODE * c.BLOCK_WORDS] = 1
+        assert [rank.wait(20) for rank in self.ranks] == [0] * len(self.ranks)
+        found = []
+        for place in range(NODES):
+            for local in range(PER_NODE):
+                lines = [line.split() for line in self.log(place, local).read_text().splitlines()]
+                assert all(line[2] == "1" for line in lines), "a rank had no decision in time"
+                found.append({int(epoch): int(iteration) for epoch, iteration, _ in lines})
+        return found
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+        for page in self.pages:
+            page.close()
+
+
+@pytest.fixture
+def race(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Race]:
+    made = Race(tmp_path, getattr(request, "param", Ballot))
+    yield made
+    made.close()
+
+
+def test_all_ranks_save_at_the_same_iteration_every_time(race: Race) -> None:
+    race.run(3000)
+    assert race.end() == [race.committed] * 4
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_twenty_thousand_times(race: Race) -> None:
+    race.run(20_000, timeout_s=1500)
+    assert race.end() == [race.committed] * 4
+
+
+def test_proposals_in_the_thick_of_it(race: Race) -> None:
+    """One above the newest: many are refused, and those that are not still hold."""
+    race.run(300, refusals=50, margin=1)
+    assert race.end() == [race.committed] * 4
+
+
+@pytest.mark.parametrize("race", [Blind], indirect=True)
+def test_without_the_check_they_are_caught_apart(race: Race) -> None:
+    race.run(300, margin=1)
+    assert race.end() != [race.committed] * 4
