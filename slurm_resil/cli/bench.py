@@ -1,0 +1,21 @@
+"""``slurm-resil bench``: measurements on this system."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this system; ratios are against the plain way, in the same run."""
+
+
+@bench.command()
+@click.option("--calls", type=click.IntRange(min=1), default=200_000, show_default=True, help="Calls in a repeat.")
+@click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def control(calls: int, repeats: int, as_json: bool) -> None:
+    """Cost of Checkpointer.step() when nothing is asked."""
+    from slurm_resil.bench.control import measure
+
+    measure(calls=calls, repeats=repeats).show(as_json=as_json)

@@ -1,0 +1,1 @@
+"""Reasons to checkpoint: deadlines, signals, cadence."""
