@@ -14,9 +14,33 @@ _TIMEOUT_S = 120.0
 
 
 class _Group:
+    """Barrier that, unlike threading.Barrier, still lets those through who had all arrived before it broke."""
+
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
         self.parts: list[bytes] = [b""] * size
+        self._changed = threading.Condition()
+        self._arrived = self._generation = 0
+        self._broken = False
+
+    def wait(self) -> None:
+        with self._changed:
+            mine = self._generation
+            self._arrived += 1
+            if self._arrived == len(self.parts) and not self._broken:
+                self._arrived = 0
+                self._generation += 1
+                self._changed.notify_all()
+                return
+            self._changed.wait_for(lambda: self._broken or self._generation != mine, _TIMEOUT_S)
+            if self._generation == mine:
+                self._broken = True
+                self._changed.notify_all()
+                raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
 
 
 class LocalFile:
@@ -75,7 +99,7 @@ class LocalCommunicator:
 
     def barrier(self) -> None:
         """See Communicator."""
-        self._group.barrier.wait()
+        self._group.wait()
 
     def bcast(self, data: bytes, root: int = 0) -> bytes:
         """See Communicator."""
@@ -102,7 +126,7 @@ class LocalCommunicator:
 
     def abort(self, code: int) -> NoReturn:
         """See Communicator: breaks the barrier, so that all others get BrokenBarrierError."""
-        self._group.barrier.abort()
+        self._group.abort()
         raise SystemExit(code)
 
 
@@ -125,7 +149,7 @@ def run(size: int, work: Callable[[LocalCommunicator], T]) -> list[T]:
         except BaseException as error:  # noqa: BLE001 - top of a thread: handed to the caller
             failures.append(error)
             if not isinstance(error, threading.BrokenBarrierError):
-                group.barrier.abort()
+                group.abort()
 
     threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
