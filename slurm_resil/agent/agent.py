@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from slurm_resil.comm.channel import Channel, ChannelClosedError, ChannelTimeout
 from slurm_resil.comm.unix import UnixServer
 from slurm_resil.core import control as c
 from slurm_resil.core import faults, paths
-from slurm_resil.core.errors import DataError
+from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Notice
 
@@ -74,7 +75,7 @@ class Agent:
         self._notice: Notice | None = None
         self._beats: deque[tuple[float, int]] = deque(maxlen=RATE_BEATS)
         self._next_beat = 0.0
-        self._next_watch = 0.0
+        self._ending = threading.Event()
         self._goodbye = False
         self._refused = ""
         self._served = False
@@ -102,6 +103,7 @@ class Agent:
             self._tell(p.Bye())
             self._await_others()
         finally:
+            self._ending.set()
             server.close()
             self._desk.close()
             uplink.close()
@@ -121,6 +123,9 @@ class Agent:
                 host=config.host if len(config.nodes) > 1 else None,
                 interval_s=config.interval_s,
             )
+            if self._watch is not None:
+                arguments = (self._leader, self._watch)
+                threading.Thread(target=self._watch_deadline, args=arguments, name="watch", daemon=True).start()
             return self._leader.attach
         info = config.info
         return LeaderPlace(
@@ -147,20 +152,25 @@ class Agent:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._beat(now)
-        self._host(now)
+        self._host()
 
-    def _host(self, now: float) -> None:
-        """Do the chores of a host of the leader."""
+    def _host(self) -> None:
+        """Say what the leader of our own says."""
         leader = self._leader
         if leader is None:
             return
         with contextlib.suppress(queue.Empty):
             while True:
                 self._log_event(leader.events.get_nowait())
-        if self._watch is not None and now >= self._next_watch:
-            self._next_watch = now + WATCH_S
-            for notice in self._watch():
-                leader.notice(notice)
+
+    def _watch_deadline(self, leader: Leader, watch: Callable[[], list[Notice]]) -> None:
+        """Thread: looking may take seconds, and a heartbeat must not wait for it."""
+        while not self._ending.wait(WATCH_S):
+            try:
+                for notice in watch():
+                    leader.notice(notice)
+            except ResilError as error:
+                event(log, "watch_failed", level=logging.WARNING, why=str(error))
 
     @staticmethod
     def _log_event(happened: LeaderEvent) -> None:
@@ -184,7 +194,7 @@ class Agent:
         """Keep the leader up until the other agents have heard everything."""
         deadline = time.monotonic() + LAST_S
         while self._leader is not None and self._leader.connected and time.monotonic() < deadline:
-            self._host(time.monotonic())
+            self._host()
             time.sleep(0.02)
 
     # the leader

@@ -98,7 +98,7 @@ class Agreement:
         """Hear a vote; the verdict comes with the last yes or the first no."""
         if self.open is None or epoch != self.open.epoch or node not in self._missing:
             return None
-        self._round_s = max(now - self._began, self._round_s * 0.9)
+        self._round_s = max(now - self._began, self._round_s / 2)
         if not yes and newest < self.open.iteration:
             return self._close(False, f"node {node} is not ready for it")
         if not yes:

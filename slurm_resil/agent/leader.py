@@ -6,7 +6,6 @@ One thread (the hub's) owns all state and hears everything in one order: message
 from __future__ import annotations
 
 import logging
-import math
 import os
 import queue
 import time
@@ -21,6 +20,7 @@ from slurm_resil.agent.decisions import Decisions
 from slurm_resil.agent.hub import TICK_S, Hub
 from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.saves import Saves
+from slurm_resil.agent.wishes import Wishes
 from slurm_resil.comm.auth import Auth, server_auth
 from slurm_resil.comm.channel import Channel
 from slurm_resil.core import faults, fsio, paths
@@ -71,7 +71,7 @@ class Leader:
         interval_s: float | None = None,
         auth: Auth | None = None,
     ) -> None:
-        self._info, self._run_dir, self._interval_s = info, run_dir, interval_s
+        self._info, self._run_dir = info, run_dir
         self._hub = Hub(nodes, hear=self._hear, gone=self._gone, turn=self._turn)
         self._nodes = self._hub.nodes
         self._per_node = ranks_per_node
@@ -81,11 +81,8 @@ class Leader:
         self._restoring = Restoring(run_dir, len(nodes), ranks_per_node)
         self._saves = Saves(self._world)
         self._committed: _Committed | None = None
-        self._stop: Notice | None = None
-        self._stopped = False
-        self._wanted = False
+        self._wishes = Wishes(interval_s)
         self._next_try = self._next_tick = 0.0
-        self._next_interval = math.inf
         self._asking = Asking(self._hub.send)
         self._durable = 0
         self._leaving = False
@@ -246,7 +243,7 @@ class Leader:
         """This leader is new, and the ranks train already: what one agent has heard is so."""
         self._restoring.resume(hello.plan)
         self._saves.newest = max(self._saves.newest, hello.sealed_all)
-        self._next_interval = time.monotonic() + (self._interval_s or math.inf)
+        self._wishes.train(time.monotonic())
         found = self._decisions.newest(attempt=self._info.attempt, cycle=self._cycle)
         if found is not None and found.iteration > self._saves.newest and self._committed is None:
             proposal = p.Propose(
@@ -280,8 +277,8 @@ class Leader:
     def _start_cycle(self, cycle: int) -> None:
         self._conclude(self._agreement.abort(f"cycle {cycle} starts"))
         self._cycle = cycle
-        self._committed, self._stopped, self._wanted = None, False, False
-        self._next_interval = math.inf
+        self._committed = None
+        self._wishes.begin()
         self._restoring.start()
         for node in self._nodes:
             node.progress = Progress()
@@ -307,14 +304,15 @@ class Leader:
             self._plan()
         elif restoring.loaded(loaded.rank):
             self._hub.tell_all(p.Go(plan=restoring.number))
-            self._next_interval = time.monotonic() + (self._interval_s or math.inf)
+            self._wishes.train(time.monotonic())
             self.events.put(e.Restored(cycle=self._cycle, iteration=restoring.plan.iteration))
 
     # agreement
 
     def _propose(self, now: float, *, stop: bool) -> None:
         progress = {place: node.progress for place, node in enumerate(self._nodes)}
-        deadline_s = self._stop.deadline_s if stop and self._stop is not None else None
+        asked = self._wishes.stop
+        deadline_s = asked.deadline_s if stop and asked is not None else None
         proposal = self._agreement.propose(progress, now, stop=stop, deadline_s=deadline_s)
         faults.point("leader.propose")
         self._hub.tell_all(proposal)
@@ -345,7 +343,7 @@ class Leader:
         self._hub.tell_all(decide)
         if decide.commit:
             self._committed = _Committed(proposal, now, self._limit(proposal, now))
-            self._wanted = False
+            self._wishes.committed()
         else:
             self._next_try = now if verdict.too_low else now + RETRY_S
 
@@ -383,7 +381,7 @@ class Leader:
         self._save_costs()
         self._hub.tell_all(p.SealedAll(iteration=sealed.iteration))
         self.events.put(e.SealedAll(iteration=sealed.iteration))
-        self._next_interval = now + (self._interval_s or math.inf)
+        self._wishes.train(now)
         self._answer(now)
         if committed is not None and sealed.iteration >= committed.proposal.iteration:
             self._finish(committed, saved=True)
@@ -400,8 +398,9 @@ class Leader:
 
     def _finish(self, committed: _Committed, *, saved: bool) -> None:
         self._committed = None
+        self._wishes.train(time.monotonic())
         if committed.proposal.stop:
-            self._stopped = True
+            self._wishes.stopped = True
             newest = self._saves.newest
             level = Level.DURABLE if newest and self._durable >= newest else Level.LOCAL
             self.events.put(e.StopReached(iteration=newest, level=level, saved=saved))
@@ -423,22 +422,13 @@ class Leader:
     # notices
 
     def _notice(self, notice: Notice) -> None:
-        if not notice.stop:
-            self._wanted = True
+        if self._wishes.hear(notice):
             self.events.put(e.NoticeSeen(notice=notice))
-            return
-        known = self._stop
-        deadlines = [one.deadline_s for one in (known, notice) if one is not None and one.deadline_s is not None]
-        earliest = min(deadlines, default=None)
-        new = known is None or known.deadline_s != earliest or known.kind != notice.kind
-        self._stop = Notice(kind=notice.kind, stop=True, deadline_s=earliest, source=notice.source)
-        if new:
-            self.events.put(e.NoticeSeen(notice=notice))
-        committed = self._committed
-        if earliest is not None and committed is not None and committed.proposal.stop:
-            limit = time.monotonic() + max(0.0, earliest - time.time())
+        committed, stop = self._committed, self._wishes.stop
+        if stop is not None and stop.deadline_s is not None and committed is not None and committed.proposal.stop:
+            limit = time.monotonic() + max(0.0, stop.deadline_s - time.time())
             self._committed = _Committed(committed.proposal, committed.asked, min(limit, committed.until))
-            self._hub.tell_all(p.Deadline(deadline_s=earliest))
+            self._hub.tell_all(p.Deadline(deadline_s=stop.deadline_s))
 
     def _ask(self, channel: Channel, ask: p.Ask, now: float) -> None:
         self._asking.add(channel, ask, above=self.iteration, now=now)
@@ -470,17 +460,13 @@ class Leader:
         self._answer(now)
 
     def _maybe_propose(self, now: float) -> None:
-        if self._agreement.open is not None or self._committed is not None or self._stopped or now < self._next_try:
+        if self._agreement.open is not None or self._committed is not None or now < self._next_try:
             return
-        if not self._restoring.going or any(node.channel is None for node in self._nodes):
+        if not self._restoring.going or self._hub.connected < len(self._nodes):
             return
-        if self._stop is not None:
-            self._propose(now, stop=True)
-        elif self._wanted or now >= self._next_interval:
-            if now >= self._next_interval:
-                self._next_interval = now + (self._interval_s or math.inf)
-                self._wanted = True
-            self._propose(now, stop=False)
+        stop = self._wishes.next(now)
+        if stop is not None:
+            self._propose(now, stop=stop)
 
     # sending
 

@@ -148,9 +148,14 @@ class RankLink:
             return found
 
     def settle(self, timeout_s: float) -> list[int]:
-        """Wait until everything handed over is sealed or has failed; returns what is still open."""
+        """Wait until everything handed over is sealed or has failed, or the agent is gone; returns what is open."""
+        now = time.monotonic()
+        deadline, heard = now + timeout_s, now
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending, timeout_s)
+            while self._pending and now < min(deadline, heard + ANSWER_S):
+                self._changed.wait(0.2)
+                now = time.monotonic()
+                heard = now if self._channel is not None else heard
             return sorted(self._pending)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import click
 
@@ -16,6 +17,7 @@ from slurm_resil.agent.store import Store
 from slurm_resil.core import log
 from slurm_resil.core.errors import ConfigError
 from slurm_resil.format.manifest import ShardManifest
+from slurm_resil.launch.rank import LAYOUT, read_layout
 
 
 class BurstBuffer:
@@ -42,7 +44,25 @@ class BurstBuffer:
         self._catalog.quarantine(iteration, rank, reason)
 
 
-def config(place: Place, env: Mapping[str, str]) -> AgentConfig:
+def placed(env: Mapping[str, str]) -> tuple[Place, tuple[str, ...]]:
+    """Find this agent's place: in the launcher's layout, by the name of the node, or from the environment alone.
+
+    Returns:
+        The place, and the names of all nodes by node_rank (empty names where there is no layout).
+
+    Raises:
+        ConfigError: The environment makes no sense, or this node has no place.
+    """
+    place = from_env(env)
+    if LAYOUT not in env:
+        return place, ("",) * place.info.nodes
+    nodes = tuple(read_layout(env[LAYOUT]))
+    if place.node not in nodes:
+        raise ConfigError(f"node {place.node} has no place among {', '.join(nodes)}", node=place.node)
+    return replace(place, node_rank=nodes.index(place.node)), nodes
+
+
+def config(place: Place, env: Mapping[str, str], nodes: tuple[str, ...] = ()) -> AgentConfig:
     """Build the agent's configuration from its place.
 
     Raises:
@@ -60,7 +80,7 @@ def config(place: Place, env: Mapping[str, str]) -> AgentConfig:
         info=place.info,
         node=place.node,
         node_rank=place.node_rank,
-        nodes=("",) * place.info.nodes,
+        nodes=nodes or ("",) * place.info.nodes,
         ranks_per_node=place.ranks_per_node,
         job_dir=place.job_dir,
         run_dir=place.run_dir,
@@ -102,6 +122,6 @@ def own_address(env: Mapping[str, str]) -> str:
 def agent() -> None:
     """Serve the ranks of this node. Everything comes from the environment, see the launcher."""
     log.configure()
-    place = from_env(os.environ)
+    place, nodes = placed(os.environ)
     store: Store = BurstBuffer(place.job_dir)
-    sys.exit(main_agent(config(place, os.environ), store))
+    sys.exit(main_agent(config(place, os.environ, nodes), store))
