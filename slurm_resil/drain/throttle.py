@@ -62,8 +62,8 @@ class Throttle:
             return
         self._refill(self._rate)
         self._tokens -= nbytes
-        while self._tokens < 0 and not self._stop():
-            self._clock.sleep(min(self.SLICE_S, -self._tokens / self._rate))
+        while self._tokens < -0.5 and not self._stop():
+            self._clock.sleep(min(self.SLICE_S, max(1e-4, -self._tokens / self._rate)))
             self._refill(self._rate)
 
     def _refill(self, rate: float) -> None:

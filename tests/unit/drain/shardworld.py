@@ -13,7 +13,7 @@ import numpy as np
 from slurm_resil.comm import local
 from slurm_resil.core import paths
 from slurm_resil.drain import collective
-from slurm_resil.drain.plan import Plan
+from slurm_resil.drain.skeleton import dataset, skeleton
 from slurm_resil.format.manifest import DrainedManifest, Extent, Item, ShardManifest, digest
 
 RUN = "run-7"
@@ -171,29 +171,6 @@ class World:
 
     def published(self) -> list[str]:
         return sorted(name for name in os.listdir(self.run_dir) if name.endswith((".json", ".h5")))
-
-
-def dataset(name: str, rank: int | None) -> str:
-    return f"state/{name}" if rank is None else f"ranks/{rank}/{name}"
-
-
-def skeleton(path: str, plan: Plan) -> list[int | None]:
-    """Empty HDF5 file: contiguous datasets of known places."""
-    offsets: list[int | None] = []
-    with h5py.File(path, "w", libver=("v108", "v108"), locking=False) as file:
-        for target in plan.targets:
-            kind = np.dtype(np.uint8 if target.dtype == "json" else target.dtype.removeprefix("numpy."))
-            dcpl = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            dcpl.set_layout(h5py.h5d.CONTIGUOUS)
-            dcpl.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            dcpl.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            lcpl = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-            lcpl.set_create_intermediate_group(True)
-            space = h5py.h5s.create_simple(target.shape) if target.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            name = dataset(target.name, target.rank).encode()
-            made = h5py.h5d.create(file.id, name, h5py.h5t.py_create(kind), space, dcpl, lcpl)
-            offsets.append(made.get_offset() if target.nbytes else None)
-    return offsets
 
 
 def tile(tensor: np.ndarray, splits: list[list[tuple[int, int]]]) -> list[Local]:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shardworld import ITERATION, Local, build, skeleton, tile
+from shardworld import ITERATION, Local, build, tile
 
 from slurm_resil.comm import local
 from slurm_resil.core import faults, paths, pins
 from slurm_resil.core.errors import ConfigError, DataError, ResilError, SpaceError, TryAgainError
 from slurm_resil.drain import collective, lease
+from slurm_resil.drain.skeleton import skeleton
 from slurm_resil.format.manifest import DrainedManifest, Extent
 
 
