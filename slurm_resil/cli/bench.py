@@ -19,3 +19,16 @@ def control(calls: int, repeats: int, as_json: bool) -> None:
     from slurm_resil.bench.control import measure
 
     measure(calls=calls, repeats=repeats).show(as_json=as_json)
+
+
+@bench.command()
+@click.option("--size-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Size of the checkpoint.")
+@click.option("--nodes", type=click.IntRange(min=1), default=2, show_default=True, help="Movers, all on this host.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--dir", "target", type=click.Path(exists=True, file_okay=False), help="Where to drain to.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def drain(size_mib: int, nodes: int, repeats: int, target: str | None, as_json: bool) -> None:
+    """Throughput of the drain over MPI, against a plain copy of the same bytes."""
+    from slurm_resil.bench.drain import measure
+
+    measure(size_bytes=size_mib << 20, nodes=nodes, repeats=repeats, target=target).show(as_json=as_json)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 PARALLEL = frozenset(("lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "pvfs2", "panfs", "wekafs", "daos", "dvs"))
-NARROW_BYTES = 32 << 10  # below this mean size of a run, one write call for each is slower than exchanging the data
+NARROW_BYTES = 512  # below this mean size of a run, a write call for each is slower than exchanging the data (measured)
 _MOUNTS = "/proc/self/mountinfo"
 _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 

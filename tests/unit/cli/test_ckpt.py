@@ -1,0 +1,149 @@
+"""``ckpt`` as a user calls it, on shards and drained files made by the drain itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_resil.core import paths
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "drain"))
+
+from shardworld import World, build
+
+
+def ckpt(*arguments: str, env: dict[str, str] | None = None, world: World | None = None):
+    argv = [sys.executable, "-m", "slurm_resil", "ckpt", *arguments]
+    if world is not None:
+        argv += ["--run-dir", world.run_dir, "--job-dir", world.job_dir(0)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env={**os.environ, **(env or {})})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Two ranks on one node; iteration 10 drained, 20 sealed."""
+    made = build(tmp_path, ranks=2, per_node=2)
+    made.seal(10, slot=0)
+    made.seal(20, slot=1)
+    made.drain(iteration=10)
+    return made
+
+
+def test_ls(world):
+    done = ckpt("ls", "--json", world=world)
+    assert done.returncode == 0, done.stderr
+    newest, older = json.loads(done.stdout)["checkpoints"]
+    assert (newest["iteration"], newest["state"], newest["local_ranks"]) == (20, "LOCAL", [0, 1])
+    assert (older["iteration"], older["state"], older["marked_durable"]) == (10, "DURABLE", True)
+    assert older["file"] == "ckpt-0000000010.h5" and older["file_bytes"] > older["local_bytes"] / 2 > 0
+    text = ckpt("ls", world=world).stdout
+    assert "2 of 2" in text and "ckpt-0000000010.h5" in text and "\x1b" not in text
+
+
+def test_ls_of_one_tier_and_of_nothing(world, tmp_path):
+    done = ckpt("ls", "--json", "--run-dir", world.run_dir)
+    assert [one["iteration"] for one in json.loads(done.stdout)["checkpoints"]] == [10]
+    done = ckpt("ls", "--run-dir", str(tmp_path / "none"))
+    assert done.returncode == 0 and "no checkpoint in" in done.stdout
+
+
+def test_ls_finds_its_directories_in_the_environment(world, tmp_path):
+    env = {
+        "SLURM_RESIL_PREFIX": str(tmp_path / "pfs"),
+        "SLURM_RESIL_RUN_ID": "run-7",
+        "SLURM_RESIL_BB_ROOT": str(tmp_path / "node0"),
+        "SLURM_JOB_ID": "9",
+    }
+    done = ckpt("ls", "--json", env=env)
+    assert [one["iteration"] for one in json.loads(done.stdout)["checkpoints"]] == [20, 10], done.stderr
+
+
+def test_ls_on_a_terminal_is_a_table(world):
+    leader, follower = pty.openpty()
+    argv = [sys.executable, "-m", "slurm_resil", "ckpt", "ls", "--run-dir", world.run_dir]
+    done = subprocess.run(argv, stdout=follower, timeout=60, env={**os.environ, "COLUMNS": "150", "TERM": "xterm"})
+    os.close(follower)
+    text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert done.returncode == 0 and "┃" in text and "DURABLE" in text
+
+
+def test_show(world):
+    shown = json.loads(ckpt("show", "10", "--json", world=world).stdout)
+    items = {(item["name"], item["rank"]): item for item in shown["items"]}
+    assert items["model/rows", None]["shape"] == [30, 17] and ("rng/cpu", 1) in items
+    assert sum(shown["written_bytes"]) == sum(item["nbytes"] for item in shown["items"])
+    local = json.loads(ckpt("show", "20", "--json", world=world).stdout)
+    assert {item["rank"] for item in local["items"]} == {0, 1}
+    assert "model/rows" in ckpt("show", "10", world=world).stdout
+    missing = ckpt("show", "30", world=world)
+    assert missing.returncode == 2 and "iteration 30" in missing.stderr
+
+
+def test_verify_sound(world):
+    done = ckpt("verify", "--json", world=world)
+    assert done.returncode == 0, done.stderr
+    assert [(one["iteration"], one["sound"]) for one in json.loads(done.stdout)["checkpoints"]] == [
+        (20, True),
+        (10, True),
+    ]
+    assert "20: sound (ranks [0, 1] here)" in ckpt("verify", "20", world=world).stdout
+    assert ckpt("verify", "99", world=world).returncode == 2
+
+
+def test_verify_names_a_flipped_shard(world):
+    item = next(i for i in world.manifest(1, 20).items if i.name == "model/rows")
+    with open(paths.slot(world.job_dir(0), 1, 1), "r+b") as file:
+        file.seek(item.offset)
+        byte = file.read(1)[0]
+        file.seek(item.offset)
+        file.write(bytes([byte ^ 1]))
+    done = ckpt("verify", "--json", world=world)
+    assert done.returncode == 65 and "iteration 20" in done.stderr
+    damaged, sound = json.loads(done.stdout)["checkpoints"]
+    assert sound["sound"] and len(damaged["flaws"]) == 1 and "model/rows of rank 1" in damaged["flaws"][0]
+
+
+def test_verify_names_what_lies_in_a_damaged_block(world):
+    path = paths.drained(world.run_dir, 10)
+    raw = bytearray(Path(path).read_bytes())
+    place = raw.index(world.expected["state/model/same"].tobytes())
+    raw[place] ^= 128
+    Path(path).write_bytes(raw)
+    done = ckpt("verify", "10", world=world)
+    assert done.returncode == 65 and "block 0 is damaged" in done.stdout and "10: DAMAGED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda w: os.truncate(paths.drained(w.run_dir, 10), 100), "or its file is damaged"),
+        (lambda w: os.unlink(paths.drained(w.run_dir, 10)), "or its file is damaged"),
+        (lambda w: Path(paths.drained_manifest(w.run_dir, 10)).write_text("{}"), "or its file is damaged"),
+        (lambda w: os.truncate(paths.slot(w.job_dir(0), 0, 0), 4200), "truncated"),
+        (lambda w: os.unlink(paths.slot(w.job_dir(0), 0, 0)), "is missing"),
+        (lambda w: Path(paths.manifest(w.job_dir(0), 10, 0)).write_text("{"), "not valid JSON"),
+    ],
+)
+def test_verify_any_damage(world, harm, said):
+    harm(world)
+    done = ckpt("verify", "10", world=world)
+    assert done.returncode == 65 and said in done.stdout and "Traceback" not in done.stderr
+
+
+def test_drain_of_one_node(world):
+    done = ckpt("drain", "--json", world=world)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["event"], line["iteration"], line["already"]) == ("drained", 20, False)
+    world.check(20)
+    again = ckpt("drain", "20", world=world)
+    assert again.returncode == 0 and "already=True" in again.stdout
+    assert ckpt("drain", "25", world=world).returncode == 75
+    assert ckpt("drain", "x", world=world).returncode == 2
