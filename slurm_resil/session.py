@@ -302,7 +302,7 @@ class Checkpointer:
                 time.sleep(DRAINED_PAUSE_S)
 
     def _take_seat(self, start: int) -> None:
-        page = control.ControlPage.open(self._link.page.path)
+        page = control.ControlPage.open(self._link.page.path, occupy=True)
         self._seat = seat = Seat(page, self._place.local_rank)
         self._words, self._at = seat.words, seat.iteration
         if self._every is not None:

@@ -102,6 +102,8 @@ class Agent:
                 self._turn()
             self._tell(p.Bye())
             self._await_others()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(paths.control(config.job_dir))  # nobody is left who looks at it
         finally:
             self._ending.set()
             server.close()
@@ -309,8 +311,9 @@ class Agent:
         except (FileNotFoundError, DataError):
             return
         words = page.words
-        if (words[c.ATTEMPT], page.ranks) != (config.info.attempt + 1, config.ranks_per_node) or not words[c.GOING]:
-            page.close()  # of another attempt, or its ranks do not train yet: a fresh one is as good
+        ours = (words[c.ATTEMPT], page.ranks) == (config.info.attempt + 1, config.ranks_per_node)
+        if not ours or not words[c.GOING] or not page.occupied:
+            page.close()  # of another attempt, or no ranks train by it: a fresh one is as good
             return
         self._page, self._ballot = page, Ballot(page)
         self._ballot.take_over()
@@ -393,12 +396,14 @@ class Agent:
                 self._leader.start_cycle(hello.cycle)
             return
         rank = self._desk.ranks.get(hello.rank)
-        if not why and rank is not None and rank.pid not in (0, hello.pid) and self._served:
-            why = f"cycle {hello.cycle} of rank {hello.rank} was served to pid {rank.pid}"
+        if not why and self._going and self._page is not None:
+            trains = self._page.words[self._page.block(hello.local_rank) + c.PID]
+            if trains not in (0, hello.pid):
+                why = f"in cycle {hello.cycle} rank {hello.rank} is pid {trains}"
         if why or rank is None:
             channel_refuse(channel, why)
             return
-        rank.channel, rank.pid, rank.left = channel, hello.pid, False
+        rank.channel, rank.left = channel, False
         self._served = True
         rank.send(p.Page(path=paths.control(config.job_dir), slots=config.slots))
         self._tell_restore(rank)

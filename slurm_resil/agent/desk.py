@@ -33,7 +33,6 @@ class Rank:
     rank: int
     slots: Slots
     channel: Channel | None = None
-    pid: int = 0
     left: bool = False
     outcome: p.Loaded | None = None
     lease: tuple[p.Lease, float] | None = None  # and until when it waits
@@ -86,7 +85,7 @@ class Desk:
         self.sealed_all = 0
         self._given_up.clear()
         for rank in self.ranks.values():
-            rank.outcome, rank.lease, rank.left, rank.pid = None, None, False, 0
+            rank.outcome, rank.lease, rank.left = None, None, False
             rank.results.clear()
             rank.slots.free_unsealed(lambda iteration, rank=rank: iteration in rank.sealing)  # type: ignore[misc] # bound now
 

@@ -14,6 +14,7 @@ Head words: see ``MAGIC`` to ``GOING``; rank block words: see ``ITERATION`` to `
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
@@ -57,10 +58,11 @@ _CMD_GLOBAL, _CMD_GLOBAL_EXPEDITED, _CMD_REGISTER_GLOBAL_EXPEDITED = 1, 2, 4
 class ControlPage:
     """The page as mapped words: ``page.words[index]`` reads and writes one 64-bit word."""
 
-    def __init__(self, path: str, ranks: int, map_: mmap.mmap) -> None:
+    def __init__(self, path: str, ranks: int, map_: mmap.mmap, *, lock_fd: int | None = None) -> None:
         self.path = path
         self.ranks = ranks
         self._map = map_
+        self._lock_fd = lock_fd
         self.words = memoryview(map_).cast("Q")
 
     @staticmethod
@@ -85,8 +87,12 @@ class ControlPage:
         return page
 
     @classmethod
-    def open(cls, path: str) -> ControlPage:
+    def open(cls, path: str, *, occupy: bool = False) -> ControlPage:
         """Map the page that the agent made.
+
+        Args:
+            path: Its file.
+            occupy: Keep a shared lock on it until :meth:`close` or the end of the process: a rank trains by this page.
 
         Raises:
             FileNotFoundError: No agent has made one.
@@ -98,14 +104,32 @@ class ControlPage:
             if size < HEAD_WORDS * WORD_BYTES:
                 raise DataError(f"{path} is not a control page: {size} bytes", path=path)
             map_ = mmap.mmap(fd, size)
+            lock_fd = os.dup(fd) if occupy else None
         finally:
             os.close(fd)
+        if lock_fd is not None:
+            fcntl.flock(lock_fd, fcntl.LOCK_SH)
         words = memoryview(map_).cast("Q")
         magic, ranks = words[MAGIC], words[RANKS]
         words.release()
         if magic != MAGIC_VALUE or cls.size_bytes(ranks) != size:
             raise DataError(f"{path} is not a control page", path=path)
-        return cls(path, ranks, map_)
+        return cls(path, ranks, map_, lock_fd=lock_fd)
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a rank trains by this page, see :meth:`open`; for others than such ranks."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def block(self, local_rank: int) -> int:
         """Index of the first word of a rank's block."""
@@ -114,9 +138,12 @@ class ControlPage:
         return HEAD_WORDS + local_rank * BLOCK_WORDS
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap, and give the lock back."""
         self.words.release()
         self._map.close()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def _membarrier(command: int) -> int:

@@ -1,0 +1,179 @@
+"""A training script on one host, without Slurm and without a launcher: the whole way through a real agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_resil.agent.place import from_env
+from slurm_resil.core.errors import UsageError
+from slurm_resil.session import Checkpointer
+
+pytestmark = pytest.mark.torch
+
+TRAIN = """
+import json, os, sys, time
+import torch
+import slurm_resil as sr
+
+options = json.loads(sys.argv[1])
+
+def say(**fields):
+    print(json.dumps(fields), flush=True)
+
+torch.manual_seed(1)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+state = {"model": model, "optimizer": optimizer, "seen": {"samples": 0}}
+if options.get("odd"):
+    state["odd"] = object()
+with sr.Checkpointer.from_env(state, **options.get("arguments", {})) as checkpointer:
+    start = checkpointer.restore()
+    say(start=start, samples=state["seen"]["samples"], weight=model.weight.tolist())
+    for number in range(start + 1, options["iterations"] + 1):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), float(number))).square().sum().backward()
+        optimizer.step()
+        state["seen"]["samples"] += 2
+        time.sleep(options.get("pace", 0.0))
+        if checkpointer.step(number):
+            say(stopped=number)
+            break
+        say(done=number)
+    saved = checkpointer.wait(timeout_s=20)
+    say(saved=saved, error=checkpointer.last_error)
+say(end=True, weight=model.weight.tolist())
+"""
+
+
+class Script:
+    def __init__(self, work: Path, options: dict[str, Any], env: dict[str, str] | None = None) -> None:
+        script = work / "train.py"
+        script.write_text(TRAIN)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=work,
+            env={**os.environ, "SLURM_RESIL_BB_ROOT": str(work / "bb"), **(env or {})},
+        )
+
+    def end(self, timeout_s: float = 90.0) -> tuple[int, list[dict[str, Any]], str]:
+        out, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, [json.loads(line) for line in out.splitlines()], errors
+
+
+def said(lines: list[dict[str, Any]], key: str) -> list[Any]:
+    return [line[key] for line in lines if key in line]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "bb").mkdir()
+    return tmp_path
+
+
+NAMED = {"SLURM_RESIL_RUN_ID": "a-run"}
+
+
+def test_it_resumes_where_it_was(work: Path) -> None:
+    whole, other = work / "whole", work / "other"
+    for directory in (whole, other):
+        (directory / "bb").mkdir(parents=True)
+    options = {"arguments": {"every": 3}}
+    code, lines, errors = Script(whole, {"iterations": 10, **options}, NAMED).end()
+    assert code == 0, errors
+    assert said(lines, "start") == [0]
+    assert said(lines, "saved") == [True]
+    reference = said(lines, "weight")[-1]
+    code, lines, errors = Script(other, {"iterations": 7, **options}, NAMED).end()
+    assert code == 0, errors
+    code, lines, errors = Script(other, {"iterations": 10, **options}, NAMED).end()
+    assert code == 0, errors
+    assert said(lines, "start") == [6]
+    assert said(lines, "samples") == [12]
+    assert said(lines, "weight")[-1] == reference
+
+
+def test_it_is_killed_and_resumes_from_what_was_sealed(work: Path) -> None:
+    script = Script(work, {"iterations": 100_000, "pace": 0.01, "arguments": {"every": 5}}, NAMED)
+    assert script.process.stdout is not None
+    for line in script.process.stdout:
+        if json.loads(line).get("done") == 23:
+            script.process.kill()
+            break
+    script.process.communicate()
+    code, lines, errors = Script(work, {"iterations": 30, "arguments": {"every": 5}}, NAMED).end()
+    assert code == 0, errors
+    assert said(lines, "start")[0] in (15, 20, 25)
+
+
+def test_a_signal_of_the_grace_period_stops_it_at_a_safe_point(work: Path) -> None:
+    script = Script(work, {"iterations": 100_000, "pace": 0.01}, NAMED)
+    assert script.process.stdout is not None
+    for line in script.process.stdout:
+        if json.loads(line).get("done") == 5:
+            break
+    log = next((work / "bb").glob("job-*/agent.log"))
+    agent = next(
+        entry["pid"] for entry in map(json.loads, log.read_text().splitlines()) if entry["event"] == "agent_up"
+    )
+    os.kill(agent, signal.SIGTERM)
+    code, lines, errors = script.end()
+    assert code == 0, errors
+    stopped = said(lines, "stopped")[0]
+    assert said(lines, "saved") == [True]
+    _, lines, _ = Script(work, {"iterations": stopped}, NAMED).end()
+    assert said(lines, "start") == [stopped]
+
+
+def test_no_agent_is_left_behind(work: Path) -> None:
+    code, _, errors = Script(work, {"iterations": 3}, NAMED).end()
+    assert code == 0, errors
+    log = next((work / "bb").glob("job-*/agent.log"))
+    deadline = time.monotonic() + 15
+    while "agent_down" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    assert not list((work / "bb").glob("job-*/agent.sock"))
+
+
+@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 1)])
+def test_a_state_that_cannot_be_saved(work: Path, strict: bool, code: int) -> None:
+    options = {"iterations": 4, "odd": True, "arguments": {"every": 2, "strict": strict}}
+    got, lines, errors = Script(work, options, NAMED).end()
+    assert got == code, errors
+    assert "odd" in errors  # names the path in the state
+    if not strict:
+        assert said(lines, "done") == [1, 2, 3, 4]
+        assert "odd" in said(lines, "error")[0]
+
+
+def test_a_burst_buffer_that_cannot_be_used(work: Path) -> None:
+    (work / "file").write_text("")
+    code, _, errors = Script(work, {"iterations": 1}, {"SLURM_RESIL_BB_ROOT": str(work / "file" / "bb")}).end()
+    assert code != 0
+    words = errors.strip().splitlines()[-1]
+    assert str(work / "file" / "bb") in words
+    assert "SLURM_RESIL_BB_ROOT" in words
+
+
+def test_arguments_are_checked() -> None:
+    place = from_env({})
+
+    def make(**arguments: Any) -> Callable[[], Checkpointer]:
+        return lambda: Checkpointer(place, lambda slots, private: None, **arguments)  # type: ignore[arg-type, return-value] # not reached
+
+    for arguments, words in (({"every": 0}, "every=0"), ({"backpressure": "hope"}, "skip, wait, fail")):
+        with pytest.raises(UsageError, match=words):
+            make(**arguments)()
