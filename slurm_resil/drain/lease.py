@@ -21,7 +21,7 @@ from typing import Any
 from slurm_resil.core.errors import TryAgainError
 
 BEAT_S = 1.0
-STALE_S = 15.0
+STALE_S = 8.0
 _POLL_S = 0.25
 
 

@@ -39,6 +39,7 @@ class World:
     per_node: int
     states: list[dict[str, Local]] = field(default_factory=list)
     expected: dict[str, np.ndarray] = field(default_factory=dict)  # by dataset name
+    job_dirs: list[str] = field(default_factory=list)  # of the nodes; below root if empty
 
     @property
     def nodes(self) -> int:
@@ -49,7 +50,7 @@ class World:
         return str(self.root / "pfs" / RUN)
 
     def job_dir(self, node: int) -> str:
-        return str(self.root / f"node{node}" / "job-9")
+        return self.job_dirs[node] if self.job_dirs else str(self.root / f"node{node}" / "job-9")
 
     def seal(self, iteration: int = ITERATION, *, slot: int = 0, attempt: int = 0) -> None:
         """Write slots and manifests of all ranks."""
