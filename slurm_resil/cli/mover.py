@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -24,10 +26,20 @@ REPORT_EVERY_S = 1.0
 
 
 class Stop:
-    """Set by a signal, asked by the drain."""
+    """Set by a signal, asked by the drain.
+
+    A rank that waits inside MPI for one that is dead never gets to ask: a thread, which hears of the signal all the
+    same, then ends the process.
+
+    Attributes:
+        traces: Files that are removed in that case.
+    """
+
+    GRACE_S = 5.0
 
     def __init__(self) -> None:
         self._asked = False
+        self.traces: list[str] = []
 
     def __call__(self) -> bool:
         """Whether a signal came."""
@@ -35,12 +47,24 @@ class Stop:
 
     def on(self, *signals: signal.Signals) -> None:
         """Let signals ask; one that the parent made ignored stays ignored."""
+        ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         for one in signals:
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._ask)
+        threading.Thread(target=self._watch, args=(ear,), name="stop", daemon=True).start()
 
     def _ask(self, *_: object) -> None:
         self._asked = True
+
+    def _watch(self, ear: int) -> None:
+        os.read(ear, 1)
+        time.sleep(self.GRACE_S)
+        for path in self.traces:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os._exit(errors.EXIT_TRY_AGAIN)
 
 
 class Screen:
@@ -203,6 +227,7 @@ def drain_command(
             options=options,
             stop=stop,
             progress=screen.progress,
+            traces=stop.traces,
         )
     except UsageError:
         raise

@@ -33,6 +33,7 @@ from slurm_resil.core.log import now_s
 from slurm_resil.drain import hints, rounds, shards
 from slurm_resil.drain.find import Finder, mark
 from slurm_resil.drain.lease import Lease
+from slurm_resil.drain.lease import path as lease_path
 from slurm_resil.drain.plan import Piece, Plan, Shard, Target, make
 from slurm_resil.drain.readback import ReadBack
 from slurm_resil.drain.shards import Slots
@@ -107,6 +108,7 @@ def drain(
     options: Options | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[Progress], None] = lambda _: None,
+    traces: list[str] | None = None,
 ) -> Outcome:
     """Drain one checkpoint. Collective over ``comm``, one rank for each node.
 
@@ -119,6 +121,7 @@ def drain(
         options: How.
         stop: Asked between reads and rounds on every rank; True on any rank ends the drain.
         progress: Told how far it is, on every rank.
+        traces: Gets the files that are there only while the drain runs, for whoever ends the process meanwhile.
 
     Raises:
         DataError: A shard is damaged, or the shards do not fit together.
@@ -129,6 +132,7 @@ def drain(
     """
     started = time.monotonic()
     job = _Drain(comm, run_dir, job_dir, skeleton, options or Options(), stop, progress)
+    job.traces = traces if traces is not None else []
     with agreed(comm, f"looking at {run_dir}"):
         if not os.path.isdir(run_dir):
             raise ConfigError(f"the run's directory {run_dir} does not exist", mend="give the right --run-dir")
@@ -159,6 +163,7 @@ class _Drain:
         self.offsets: list[int | None] = []
         self.file_bytes = 0
         self.costs: dict[str, float] = {}
+        self.traces: list[str] = []
 
     def run(self, stack: contextlib.ExitStack, finder: Finder, started: float) -> tuple[DrainedManifest, bool]:
         """Plan, write, verify, publish; True if another mover had done it meanwhile."""
@@ -174,10 +179,13 @@ class _Drain:
                 more = {} if stale is None else {"stale_s": stale}
                 lease = Lease(self.run_dir, iteration, owner=self.options.owner, stop=self.stop, **more)
                 stack.callback(lease.release)
+                self.traces.append(lease_path(self.run_dir, iteration))
         there = finder.durable(iteration)
         if there is not None:
             return there, True
         temp = os.path.join(self.run_dir, f".ckpt-{iteration:010d}.h5.part")
+        if self.comm.rank == 0:
+            self.traces.append(temp)
         try:
             with self._timed("skeleton"):
                 self._make(plan, temp)

@@ -219,6 +219,23 @@ def test_sigterm_removes_the_file_and_ends_with_75(tmp_path):
     assert world.published() == [] and world.leftovers() == []
 
 
+def test_sigterm_to_a_rank_that_waits_for_a_dead_one(tmp_path):
+    """As srun does it: the others of a step get SIGTERM when one was killed, and SIGKILL only after KillWait."""
+    world = build(tmp_path, ranks=2, scale=20)
+    world.seal()
+    with started(world, "--buffer", "4096", fault="drain.round:stop@3") as process:
+        until(lambda: len([pid for pid in ranks_of(process.pid) if stopped(pid)]) == 2)
+        first = next(
+            pid for pid in ranks_of(process.pid) if world.job_dir(0) in Path(f"/proc/{pid}/cmdline").read_text()
+        )
+        os.kill(first, signal.SIGCONT)  # it now waits inside MPI for the other one
+        os.kill(first, signal.SIGTERM)
+        until(lambda: first not in ranks_of(process.pid))
+        assert world.leftovers() == [] and world.published() == []
+    assert mover(world).returncode == 0
+    world.check()
+
+
 def test_sigterm_can_be_told_to_mean_nothing(tmp_path):
     world = build(tmp_path, ranks=2, scale=20)
     world.seal()
