@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -101,6 +101,9 @@ class Communicator(Protocol):
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank. Collective."""
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send ``parts[i]`` to rank i; return what was sent here, by sender. Collective."""
 
     def max(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bit). Collective."""

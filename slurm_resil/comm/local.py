@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from slurm_resil.comm.base import MAX_WRITE_BYTES, Bytes, Runs
@@ -17,7 +17,7 @@ class _Group:
     """Barrier that, unlike threading.Barrier, still lets those through who had all arrived before it broke."""
 
     def __init__(self, size: int) -> None:
-        self.parts: list[bytes] = [b""] * size
+        self.parts: list[Sequence[bytes]] = [()] * size
         self._changed = threading.Condition()
         self._arrived = self._generation = 0
         self._broken = False
@@ -107,11 +107,18 @@ class LocalCommunicator:
 
     def allgather(self, data: bytes) -> list[bytes]:
         """See Communicator."""
-        self._group.parts[self._rank] = data
+        return [parts[0] for parts in self._shown([data])]
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """See Communicator."""
+        return [shown[self._rank] for shown in self._shown(parts)]
+
+    def _shown(self, parts: Sequence[bytes]) -> list[Sequence[bytes]]:
+        self._group.parts[self._rank] = parts
         self.barrier()
-        parts = list(self._group.parts)
+        everybody = list(self._group.parts)
         self.barrier()
-        return parts
+        return everybody
 
     def max(self, value: int) -> int:
         """See Communicator."""

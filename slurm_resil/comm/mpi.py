@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -124,6 +124,33 @@ class MpiCommunicator:
         self._comm.Allgatherv(np.frombuffer(data, np.uint8), [buffer, sizes.astype(np.int32), self._mpi.BYTE])
         ends = np.cumsum(sizes)
         return [buffer[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """See Communicator."""
+        sent = np.array([len(part) for part in parts], np.int64)
+        got = np.empty_like(sent)
+        self._comm.Alltoall(sent, got)
+        if self.max(int(max(sent.sum(), got.sum()))) > _PART_BYTES:
+            return [self._scattered(parts, root, int(got[root])) for root in range(self.size)]
+        buffer = np.empty(int(got.sum()), np.uint8)
+        data = np.frombuffer(b"".join(parts), np.uint8)
+        byte = self._mpi.BYTE
+        self._comm.Alltoallv([data, sent.astype(np.int32), byte], [buffer, got.astype(np.int32), byte])
+        ends = np.cumsum(got)
+        return [buffer[end - size : end].tobytes() for end, size in zip(ends, got, strict=True)]
+
+    def _scattered(self, parts: Sequence[bytes], root: int, size: int) -> bytes:
+        """One rank's parts, too large to go together: one message to each, in pieces."""
+        if self.rank == root:
+            for to, part in enumerate(parts):
+                for at in range(0, len(part) if to != root else 0, _PART_BYTES):
+                    piece = np.frombuffer(part, np.uint8)[at : at + _PART_BYTES]
+                    self._comm.Send([piece, self._mpi.BYTE], to)
+            return parts[root]
+        buffer = np.empty(size, np.uint8)
+        for at in range(0, size, _PART_BYTES):
+            self._comm.Recv([buffer[at : at + _PART_BYTES], self._mpi.BYTE], root)
+        return buffer.tobytes()
 
     def max(self, value: int) -> int:
         """See Communicator."""

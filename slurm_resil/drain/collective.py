@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,11 +30,12 @@ from slurm_resil.comm.base import (
 from slurm_resil.core import faults, fsio, paths
 from slurm_resil.core.errors import ConfigError, DataError, ResilError, SpaceError
 from slurm_resil.core.log import now_s
-from slurm_resil.drain import hints, rounds, shards
+from slurm_resil.drain import hints, rounds
 from slurm_resil.drain.find import Finder, mark
 from slurm_resil.drain.lease import Lease
 from slurm_resil.drain.lease import path as lease_path
-from slurm_resil.drain.plan import Piece, Plan, Shard, Target, make
+from slurm_resil.drain.plan import Piece, Plan, Target
+from slurm_resil.drain.planning import plan as make
 from slurm_resil.drain.readback import ReadBack
 from slurm_resil.drain.shards import Slots
 from slurm_resil.drain.throttle import Throttle
@@ -170,7 +171,8 @@ class _Drain:
         with agreed(self.comm, "opening slots"):
             slots = Slots(self.job_dir, finder.own, self.comm.rank)
             stack.callback(slots.close)
-        plan = self._plan(slots.shards)
+        with self._timed("plan"):
+            plan = make(self.comm, slots.heads, slots.items)
         iteration = plan.head.iteration
         lease = None
         with agreed(self.comm, f"taking the lease in {self.run_dir}"):
@@ -207,13 +209,6 @@ class _Drain:
         yield
         self.costs[name] = time.monotonic() - begin
 
-    def _plan(self, own: Sequence[Shard]) -> Plan:
-        gathered = allgather_json(self.comm, shards.pack(own))
-        with self._timed("plan"), agreed(self.comm, "planning"):
-            everyone = [shard for mover, raw in enumerate(gathered) for shard in shards.unpack(raw, mover)]
-            plan = make(everyone, self.comm.size)
-        return plan
-
     def _make(self, plan: Plan, temp: str) -> None:
         """Make the empty file; rank 0."""
         offsets: list[int | None] = []
@@ -235,13 +230,13 @@ class _Drain:
         self.offsets, self.file_bytes = bcast_json(self.comm, [offsets, size])
 
     def _write(self, plan: Plan, slots: Slots, temp: str) -> None:
-        comm, rank = self.comm, self.comm.rank
+        comm = self.comm
         buffer_bytes, throttle = self._pace(plan)
-        own = list(rounds.cut(plan, rank, buffer_bytes))
+        own = list(rounds.cut(plan, buffer_bytes))
         count = comm.max(len(own))
         buffer = np.empty(max((sum(p.nbytes for p in one) for one in own), default=0), np.uint8)
-        loads = [plan.load(mover) for mover in range(comm.size)]
-        chosen = hints.choose(self.run_dir, runs=rounds.count_runs(plan), nbytes=sum(loads), site=self.options.hints)
+        runs = sum(allgather_json(comm, rounds.count_runs(plan)))
+        chosen = hints.choose(self.run_dir, runs=runs, nbytes=plan.nbytes, site=self.options.hints)
         with agreed(comm, f"opening {temp}"):
             file = comm.open(temp, chosen)
         try:
@@ -250,7 +245,7 @@ class _Drain:
                 pieces = own[number] if number < len(own) else []
                 throttle.take(sum(piece.nbytes for piece in pieces))
                 self._round(file, plan, slots, pieces, buffer, temp)
-                done = sum(min(load, (number + 1) * buffer_bytes) for load in loads)
+                done = sum(min(load, (number + 1) * buffer_bytes) for load in plan.loads)
                 self.progress(Progress(phase="write", done_bytes=done, total_bytes=plan.nbytes))
             with agreed(comm, f"writing {temp}"):
                 file.sync()
@@ -264,9 +259,9 @@ class _Drain:
         if cap is None:
             return size, Throttle(None, 0)
         total = max(plan.nbytes, 1)
-        most = max(plan.load(mover) for mover in range(self.comm.size)) / total * cap
+        most = max(plan.loads) / total * cap
         size = max(4096, min(size, int(most)))  # about a second for each round
-        rate = max(cap * plan.load(self.comm.rank) / total, 1.0)
+        rate = max(cap * plan.loads[self.comm.rank] / total, 1.0)
         return size, Throttle(rate, size, stop=self.stop)
 
     def _round(self, file: File, plan: Plan, slots: Slots, pieces: Sequence[Piece], buffer: Bytes, temp: str) -> None:
@@ -315,23 +310,23 @@ class _Drain:
         with agreed(comm, f"reading {temp} back"):
             back = ReadBack(temp, self.offsets, plan, stop=self.stop, done=count)
             try:
-                wrong = back.wrong(comm.rank, slots)
+                wrong = back.wrong(slots)
                 own = back.blocks(comm.rank, comm.size, self.file_bytes, BLOCK_BYTES)
             finally:
                 back.close()
         gathered = allgather_json(comm, {"wrong": wrong, "blocks": own})
-        indices = sorted({index for part in gathered for index in part["wrong"]})
-        if indices:
-            self._blame(plan, slots, indices, temp)
+        targets = {target for part in gathered for target in part["wrong"]}
+        if targets:
+            self._blame(plan, slots, targets, temp)
         return [one for part in gathered for one in part["blocks"]]
 
-    def _blame(self, plan: Plan, slots: Slots, indices: Sequence[int], temp: str) -> None:
+    def _blame(self, plan: Plan, slots: Slots, targets: Set[int], temp: str) -> None:
         """Find who is wrong: each mover compares its own sources of the targets in question with their seals."""
-        targets = {plan.sources[index].target for index in indices}
         flaws: list[str] = []
         with agreed(self.comm, "reading slots again"):
-            for source in plan.sources:
-                if source.target in targets and plan.holder[source.rank] == self.comm.rank:
+            for index in sorted({piece.source for piece in plan.pieces}):
+                source = plan.sources[index]
+                if source.target in targets:
                     flaw = slots.flaw(source)
                     flaws += [flaw] if flaw else []
         found = [text for part in allgather_json(self.comm, flaws) for text in part]
@@ -359,7 +354,7 @@ class _Drain:
             block_bytes=BLOCK_BYTES,
             blocks=tuple(blocks),
             items=tuple(_item(target, offset) for target, offset in zip(plan.targets, self.offsets, strict=True)),
-            written_bytes=tuple(plan.load(mover) for mover in range(self.comm.size)),
+            written_bytes=plan.loads,
             created_s=now_s(),
             costs_s={name: round(value, 4) for name, value in self.costs.items()},
         )

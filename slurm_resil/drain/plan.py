@@ -1,44 +1,50 @@
-"""What goes where: from the manifests of all shards to datasets, pieces of work and checks. Pure.
+"""What goes where: types of a plan, and the plan of a part of all items. Pure.
 
-Every mover makes the same plan from the same manifests. A *source* is one item of one shard (or its values); a *target*
-is one dataset of the drained file; a *piece* is a part of a source that one mover writes.
+A *source* is one item of one shard (or its values); a *target* is one dataset of the drained file; a *piece* is a part
+of a source that one mover writes. Planning is divided: each planner looks at some names only, but at the items of all
+ranks with these names, see :mod:`slurm_resil.drain.planning`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from slurm_resil.comm.base import Runs
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain import boxes
-from slurm_resil.drain.balance import Holding, share
+from slurm_resil.drain.balance import Holding, Survey, share, survey
 from slurm_resil.drain.boxes import Box
-from slurm_resil.format.manifest import Item, ShardManifest
+from slurm_resil.format.manifest import Item
 
 VALUES = "values"
 VALUES_DTYPE = "json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
-    """What the plan needs of a sealed shard.
+class Head:
+    """A shard without its items.
 
     Attributes:
-        mover: Rank of the mover whose node holds it.
-        manifest: Its manifest, the values taken out.
-        values: The values as an item: name, size and hash; ``offset`` is of no meaning.
+        mover: Mover whose node holds it.
+        node: Name of that node.
     """
 
     mover: int
-    manifest: ShardManifest
-    values: Item
+    node: str
+    run_id: str
+    job_id: int
+    attempt: int
+    iteration: int
+    rank: int
+    world_size: int
 
     @property
     def where(self) -> str:
         """Words for errors."""
-        return f"rank {self.manifest.rank} on {self.manifest.node}"
+        return f"rank {self.rank} on {self.node}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +66,34 @@ class Source:
         rank: Rank of the shard.
         item: The item; for values :data:`VALUES` with the dtype :data:`VALUES_DTYPE`.
         target: Index of the target.
-        parts: Its boxes: (in the item, in the target). Plain ones are one box of bytes.
+        itemsize: Size of an element of the boxes, bytes.
         shape: Shape that the boxes refer to, of the item.
         target_shape: The same of the target.
-        itemsize: Size of an element of the boxes, bytes.
+        parts: Its boxes: (in the item, in the target), none empty. Whatever is not sharded is one box of bytes.
     """
 
     rank: int
     item: Item
     target: int
-    parts: tuple[tuple[Box, Box], ...]
-    shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
-    itemsize: int
+    itemsize: int = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    target_shape: tuple[int, ...] = field(init=False)
+    parts: tuple[tuple[Box, Box], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        item = self.item
+        if item.sharing == "sharded":
+            pairs = ((Box(e.local, e.shape), Box(e.start, e.shape)) for e in item.extents)
+            parts = tuple(pair for pair in pairs if pair[0].volume)
+            size = item.nbytes // max(1, math.prod(item.shape))
+            self._set(size, item.shape, item.global_shape, parts)
+        else:
+            whole = Box((0,), (item.nbytes,))
+            self._set(1, (item.nbytes,), (item.nbytes,), ((whole, whole),) if item.nbytes else ())
+
+    def _set(self, itemsize: int, shape: boxes.Shape, target: boxes.Shape, parts: tuple[tuple[Box, Box], ...]) -> None:
+        for name, value in (("itemsize", itemsize), ("shape", shape), ("target_shape", target), ("parts", parts)):
+            object.__setattr__(self, name, value)
 
     def runs(self, part: int, first: int, last: int) -> Runs:
         """Byte runs of a slice of a part, from item to target."""
@@ -94,6 +115,11 @@ class Source:
     def part_bytes(self, part: int) -> int:
         """Size of a part."""
         return self.parts[part][0].volume * self.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parts cover the item, so that its bytes can be told from the target's."""
+        return boxes.covered(self.shape, [inside for inside, _ in self.parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,85 +146,53 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All work of a drain.
+    """What one mover needs to know of a drain.
 
     Attributes:
-        head: Any shard's manifest: run, job, attempt, iteration, world size.
-        targets: Datasets, in the order of the file.
-        sources: Sources that are written or checked.
-        pieces: Pieces of each mover, in the order of the file.
-        checks: Sources that each mover reads back and compares with the seal's hash.
-        holder: Mover that holds each rank's shard.
+        head: Any shard: run, job, attempt, iteration, world size.
+        targets: All datasets, in the order of the file.
+        sources: Sources that this mover writes or checks.
+        pieces: What it writes, in the order of the file.
+        checks: Sources that it reads back and compares with the seal's hash.
+        loads: Bytes that each mover writes.
     """
 
-    head: ShardManifest
+    head: Head
     targets: tuple[Target, ...]
     sources: tuple[Source, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    checks: tuple[tuple[int, ...], ...]
-    holder: Mapping[int, int]
+    pieces: tuple[Piece, ...]
+    checks: tuple[int, ...]
+    loads: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all targets."""
-        return sum(target.nbytes for target in self.targets)
-
-    def load(self, mover: int) -> int:
-        """Bytes that a mover writes."""
-        return sum(piece.nbytes for piece in self.pieces[mover])
+        return sum(self.loads)
 
 
-def make(shards: Sequence[Shard], movers: int) -> Plan:
-    """Plan a drain.
-
-    Args:
-        shards: One for each rank of the run, in any order.
-        movers: Number of mover ranks.
+def fit(heads: Sequence[Head]) -> None:
+    """Check that shards make one checkpoint.
 
     Raises:
-        DataError: The shards do not make one checkpoint: says what and on which ranks.
+        DataError: They do not: says what and on which ranks.
     """
-    shards = sorted(shards, key=lambda shard: shard.manifest.rank)
-    _fit(shards)
-    by_name: dict[str, list[tuple[Shard, Item]]] = {}
-    for shard in shards:
-        for item in shard.manifest.items:
-            by_name.setdefault(item.name, []).append((shard, item))
-    builder = _Builder()
-    for name, having in by_name.items():
-        _same_kind(name, having)
-        sharing = having[0][1].sharing
-        if sharing == "sharded":
-            builder.sharded(name, having)
-        elif sharing == "plain" and _all_equal(having):
-            builder.once(having)
-        else:
-            for shard, item in having:
-                builder.alone(shard, item)
-    for shard in shards:
-        builder.alone(shard, shard.values)
-    return builder.finish(shards, movers)
-
-
-def _fit(shards: Sequence[Shard]) -> None:
-    if not shards:
+    if not heads:
         raise DataError("there is no shard to drain")
-    head = shards[0].manifest
-    for shard in shards:
-        other = shard.manifest
-        for field in ("run_id", "job_id", "attempt", "iteration", "world_size"):
-            here, there = getattr(head, field), getattr(other, field)
+    first = heads[0]
+    for head in heads:
+        for name in ("run_id", "job_id", "attempt", "iteration", "world_size"):
+            here, there = getattr(first, name), getattr(head, name)
             if here != there:
-                text = f"{field} is {here} for {shards[0].where}, {there} for {shard.where}"
+                text = f"{name} is {here} for {first.where}, {there} for {head.where}"
                 raise DataError(f"shards of different checkpoints: {text}")
-    ranks = [shard.manifest.rank for shard in shards]
-    missing = sorted(set(range(head.world_size)) - set(ranks))
+    ranks = sorted(head.rank for head in heads)
+    missing = sorted(set(range(first.world_size)) - set(ranks))
+    about = f"iteration {first.iteration}"
     if missing:
-        raise DataError(f"iteration {head.iteration}: no shard of {words(missing)} (world size {head.world_size})")
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []
-    if twice or max(ranks) >= head.world_size:
-        odd = twice or [rank for rank in ranks if rank >= head.world_size]
-        raise DataError(f"iteration {head.iteration}: {words(odd)} there twice or beyond world size {head.world_size}")
+        raise DataError(f"{about}: no shard of {words(missing)} (world size {first.world_size})")
+    odd = sorted({a for a, b in pairwise(ranks) if a == b} | set(ranks[first.world_size :]))
+    if odd:
+        raise DataError(f"{about}: {words(odd)} there twice or beyond world size {first.world_size}")
 
 
 def words(ranks: Sequence[int]) -> str:
@@ -213,183 +207,175 @@ def words(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _same_kind(name: str, having: Sequence[tuple[Shard, Item]]) -> None:
-    first_shard, first = having[0]
-    names = set()
-    for shard, item in having:
-        if shard.manifest.rank in names:
-            raise DataError(f"{name} is there twice in the shard of {shard.where}", item=name)
-        names.add(shard.manifest.rank)
-        for field in ("sharing", "dtype", "global_shape"):
-            here, there = getattr(first, field), getattr(item, field)
-            if here != there and not (field != "sharing" and first.sharing != "sharded"):
-                raise DataError(
-                    f"{name}: {field} is {here} for {first_shard.where} but {there} for {shard.where}", item=name
-                )
+class Part:
+    """The plan of some names: datasets, divided writing, divided checks. Indices are this part's own.
 
+    Args:
+        heads: All shards, by rank.
+        items: The items with these names, of all ranks, as (rank, item).
 
-def _all_equal(having: Sequence[tuple[Shard, Item]]) -> bool:
-    first = having[0][1]
-    return all(
-        (i.dtype, i.shape, i.nbytes, i.xxh3) == (first.dtype, first.shape, first.nbytes, first.xxh3) for _, i in having
-    )
+    Raises:
+        DataError: Items do not fit together: says what and on which ranks.
+    """
 
-
-class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, heads: Mapping[int, Head], items: Sequence[tuple[int, Item]]) -> None:
+        self._heads = heads
         self.targets: list[Target] = []
         self.sources: list[Source] = []
-        self.units: list[list[tuple[Shard, int, int]]] = []  # replicas of a part: (shard, source, part)
-        self.to_check: list[int] = []
-        self.own_check: set[int] = set()  # elements outside of all extents: only its own mover can check it
+        self._units: list[list[tuple[int, int]]] = []  # replicas of a part, as (source, part)
+        self._to_check: list[int] = []
+        self._own_check: list[int] = []  # elements outside of all extents: only its own mover can check it
+        by_name: dict[str, list[tuple[int, Item]]] = {}
+        for rank, item in sorted(items, key=lambda entry: entry[0]):
+            if item.dtype == VALUES_DTYPE:
+                self._alone(rank, item)
+            else:
+                by_name.setdefault(item.name, []).append((rank, item))
+        for name, having in by_name.items():
+            self._same_kind(name, having)
+            if having[0][1].sharing == "sharded":
+                self._sharded(name, having)
+            elif having[0][1].sharing == "plain" and len({_likeness(item) for _, item in having}) == 1:
+                self._once(having)
+            else:
+                for rank, item in having:
+                    self._alone(rank, item)
+        self._holdings = [self._holding(replicas) for replicas in self._units]
 
-    def once(self, having: Sequence[tuple[Shard, Item]]) -> None:
+    def survey(self, movers: int) -> Survey:
+        """What the other planners need to know to balance the writing."""
+        return survey(self._holdings, movers)
+
+    @property
+    def check_bytes(self) -> int:
+        """Bytes to read back."""
+        return sum(self.sources[index].item.nbytes for index in self._to_check)
+
+    def pieces(self, surveys: Sequence[Survey], planner: int) -> list[list[Piece]]:
+        """Divide the writing; pieces by mover."""
+        pieces: list[list[Piece]] = [[] for _ in surveys[0].alone]
+        for unit, mover, first, last in share(self._holdings, surveys, planner):
+            source, part = next(replica for replica in self._units[unit] if self._mover(replica[0]) == mover)
+            pieces[mover].append(Piece(source=source, part=part, first=first, last=last))
+        return pieces
+
+    def checks(self, before: int, total: int, movers: int) -> list[list[int]]:
+        """Divide the reading back; a mover mostly reads what another one wrote.
+
+        Args:
+            before: Bytes that planners before this one have to check.
+            total: The same of all planners.
+            movers: Number of movers.
+        """
+        checks: list[list[int]] = [[] for _ in range(movers)]
+        for index in self._to_check:
+            nbytes = self.sources[index].item.nbytes
+            checks[((before + nbytes // 2) * movers // max(total, 1) + 1) % movers].append(index)
+            before += nbytes
+        for index in self._own_check:
+            checks[self._mover(index)].append(index)
+        return checks
+
+    def _mover(self, source: int) -> int:
+        return self._heads[self.sources[source].rank].mover
+
+    def _holding(self, replicas: Sequence[tuple[int, int]]) -> Holding:
+        source, part = replicas[0]
+        movers = sorted({self._mover(index) for index, _ in replicas})
+        return Holding(nbytes=self.sources[source].part_bytes(part), movers=tuple(movers))
+
+    def _same_kind(self, name: str, having: Sequence[tuple[int, Item]]) -> None:
+        first_rank, first = having[0]
+        names = ("sharing", "dtype", "global_shape") if first.sharing == "sharded" else ("sharing",)
+        ranks = set()
+        for rank, item in having:
+            if rank in ranks:
+                raise DataError(f"{name} is there twice in the shard of {self._heads[rank].where}", item=name)
+            ranks.add(rank)
+            for kind in names:
+                here, there = getattr(first, kind), getattr(item, kind)
+                if here != there:
+                    a, b = self._heads[first_rank].where, self._heads[rank].where
+                    raise DataError(f"{name}: {kind} is {here} for {a} but {there} for {b}", item=name)
+
+    def _target(self, item: Item, rank: int | None) -> int:
+        self.targets.append(Target(name=item.name, dtype=item.dtype, shape=item.shape, nbytes=item.nbytes, rank=rank))
+        return len(self.targets) - 1
+
+    def _source(self, rank: int, item: Item, target: int) -> int:
+        self.sources.append(Source(rank=rank, item=item, target=target))
+        return len(self.sources) - 1
+
+    def _once(self, having: Sequence[tuple[int, Item]]) -> None:
         """One target of the same bytes on all ranks."""
         target = self._target(having[0][1], None)
-        added = [(shard, self._flat(shard, item, target), 0) for shard, item in having if item.nbytes]
-        if added:
-            self.units.append(added)
-            self.to_check.append(added[0][1])
+        if having[0][1].nbytes:
+            added = [(self._source(rank, item, target), 0) for rank, item in having]
+            self._units.append(added)
+            self._to_check.append(added[0][0])
 
-    def alone(self, shard: Shard, item: Item) -> None:
+    def _alone(self, rank: int, item: Item) -> None:
         """One target of one rank."""
-        target = self._target(item, shard.manifest.rank)
+        target = self._target(item, rank)
         if item.nbytes:
-            source = self._flat(shard, item, target)
-            self.units.append([(shard, source, 0)])
-            self.to_check.append(source)
+            source = self._source(rank, item, target)
+            self._units.append([(source, 0)])
+            self._to_check.append(source)
 
-    def sharded(self, name: str, having: Sequence[tuple[Shard, Item]]) -> None:
+    def _sharded(self, name: str, having: Sequence[tuple[int, Item]]) -> None:
         """One target whose parts lie on several ranks."""
         first = having[0][1]
         itemsize = max((i.nbytes // math.prod(i.shape) for _, i in having if i.nbytes), default=0)
         target = len(self.targets)
         nbytes = math.prod(first.global_shape) * itemsize
         self.targets.append(Target(name=name, dtype=first.dtype, shape=first.global_shape, nbytes=nbytes))
-        seen: dict[Box, list[tuple[Shard, int, int]]] = {}
-        distinct: dict[tuple[object, ...], tuple[str, Shard]] = {}
-        for shard, item in having:
-            parts = self._parts(name, shard, item, itemsize)
-            if not parts:
+        replicas: dict[Box, list[tuple[int, int]]] = {}
+        distinct: dict[tuple[object, ...], int] = {}
+        for rank, item in having:
+            self._check_item(name, rank, item, itemsize)
+            if not any(math.prod(extent.shape) for extent in item.extents):
                 continue
-            index = len(self.sources)
-            key = (item.shape, parts)
-            if key in distinct:
-                xxh3, other = distinct[key]
-                if xxh3 != item.xxh3:
-                    raise DataError(
-                        f"{name}: {other.where} and {shard.where} hold the same part with different contents",
-                        mend="replicas of a sharded tensor must be equal: look for a node that computes wrong",
-                        item=name,
-                    )
-            else:
-                distinct[key] = (item.xxh3, shard)
-                (self.to_check.append if boxes.covered(item.shape, [a for a, _ in parts]) else self.own_check.add)(
-                    index
+            index = self._source(rank, item, target)
+            source = self.sources[index]
+            like = distinct.setdefault((item.shape, source.parts), index)
+            if like == index:
+                (self._to_check if source.whole else self._own_check).append(index)
+            elif self.sources[like].item.xxh3 != item.xxh3:
+                a, b = self._heads[self.sources[like].rank].where, self._heads[rank].where
+                raise DataError(
+                    f"{name}: {a} and {b} hold the same part with different contents",
+                    mend="replicas of a sharded tensor must be equal: look for a node that computes wrong",
+                    item=name,
                 )
-            self.sources.append(
-                Source(
-                    rank=shard.manifest.rank,
-                    item=item,
-                    target=target,
-                    parts=parts,
-                    shape=item.shape,
-                    target_shape=item.global_shape,
-                    itemsize=itemsize,
-                )
-            )
-            for part, (_, box) in enumerate(parts):
-                seen.setdefault(box, []).append((shard, index, part))
+            for part, (_, box) in enumerate(source.parts):
+                replicas.setdefault(box, []).append((index, part))
         if nbytes:
-            self._tiles(name, first.global_shape, seen)
-        for replicas in seen.values():
+            self._tiles(name, first.global_shape, replicas)
+        for alike in replicas.values():
             # shares of a part may come from several ranks only if the seal's hashes say that these are equal
-            lead = self.sources[replicas[0][1]]
-            equal = [
-                r for r in replicas if (self.sources[r[1]].shape, self.sources[r[1]].parts) == (lead.shape, lead.parts)
-            ]
-            self.units.append(equal)
+            lead = self.sources[alike[0][0]]
+            same = (lead.shape, lead.parts)
+            self._units.append([r for r in alike if (self.sources[r[0]].shape, self.sources[r[0]].parts) == same])
 
-    def _tiles(self, name: str, shape: tuple[int, ...], seen: Mapping[Box, Sequence[tuple[Shard, int, int]]]) -> None:
-        fault = boxes.flaw(shape, tuple(seen)) if seen else "all of it is missing"
+    def _tiles(self, name: str, shape: tuple[int, ...], replicas: Mapping[Box, Sequence[tuple[int, int]]]) -> None:
+        fault = boxes.flaw(shape, tuple(replicas)) if replicas else "all of it is missing"
         if fault:
-            ranks = sorted({shard.manifest.rank for replicas in seen.values() for shard, _, _ in replicas})
+            ranks = sorted({self.sources[index].rank for alike in replicas.values() for index, _ in alike})
             have = f" in the shards of {words(ranks)}" if ranks else ""
             raise DataError(f"{name} {list(shape)}: {fault}{have}", item=name)
 
-    def _parts(self, name: str, shard: Shard, item: Item, itemsize: int) -> tuple[tuple[Box, Box], ...]:
+    def _check_item(self, name: str, rank: int, item: Item, itemsize: int) -> None:
+        where = self._heads[rank].where
         if item.nbytes != math.prod(item.shape) * itemsize:
-            raise DataError(f"{name}: {item.nbytes} bytes for shape {list(item.shape)} on {shard.where}", item=name)
-        parts = []
+            raise DataError(f"{name}: {item.nbytes} bytes for shape {list(item.shape)} on {where}", item=name)
         for extent in item.extents:
-            inside = Box(extent.local, extent.shape)
             if not len(extent.local) == len(extent.shape) == len(item.shape) == len(extent.start) or any(
                 at < 0 or at + size > limit
                 for at, size, limit in zip(extent.local, extent.shape, item.shape, strict=True)
             ):
-                raise DataError(
-                    f"{name}: an extent of {shard.where} is outside of its tensor {list(item.shape)}", item=name
-                )
-            if inside.volume:
-                parts.append((inside, Box(extent.start, extent.shape)))
-        return tuple(parts)
+                text = f"an extent of {where} is outside of its tensor {list(item.shape)}"
+                raise DataError(f"{name}: {text}", item=name)
 
-    def _target(self, item: Item, rank: int | None) -> int:
-        self.targets.append(Target(name=item.name, dtype=item.dtype, shape=item.shape, nbytes=item.nbytes, rank=rank))
-        return len(self.targets) - 1
 
-    def _flat(self, shard: Shard, item: Item, target: int) -> int:
-        whole = Box((0,), (item.nbytes,))
-        self.sources.append(
-            Source(
-                rank=shard.manifest.rank,
-                item=item,
-                target=target,
-                parts=((whole, whole),),
-                shape=(item.nbytes,),
-                target_shape=(item.nbytes,),
-                itemsize=1,
-            )
-        )
-        return len(self.sources) - 1
-
-    def finish(self, shards: Sequence[Shard], movers: int) -> Plan:
-        """Divide the work."""
-        holdings = []
-        for replicas in self.units:
-            lowest: dict[int, tuple[int, int]] = {}
-            for shard, source, part in replicas:
-                lowest.setdefault(shard.mover, (source, part))
-            _, source, part = replicas[0]
-            holdings.append(Holding(nbytes=self.sources[source].part_bytes(part), movers=tuple(sorted(lowest))))
-        pieces: list[list[Piece]] = [[] for _ in range(movers)]
-        for unit, mover, first, last in share(holdings, movers):
-            source, part = next((s, p) for shard, s, p in self.units[unit] if shard.mover == mover)
-            pieces[mover].append(Piece(source=source, part=part, first=first, last=last))
-        holder = {shard.manifest.rank: shard.mover for shard in shards}
-        checks = self._checks(movers)
-        for index in sorted(self.own_check):
-            checks[holder[self.sources[index].rank]].append(index)
-        return Plan(
-            head=replace(shards[0].manifest, items=()),
-            targets=tuple(self.targets),
-            sources=tuple(self.sources),
-            pieces=tuple(
-                tuple(sorted(own, key=lambda p: (self.sources[p.source].target, p.source, p.part, p.first)))
-                for own in pieces
-            ),
-            checks=tuple(tuple(own) for own in checks),
-            holder=holder,
-        )
-
-    def _checks(self, movers: int) -> list[list[int]]:
-        """Divide the reading back by place in the file; a mover reads what mostly another one wrote."""
-        checks: list[list[int]] = [[] for _ in range(movers)]
-        order = sorted(self.to_check, key=lambda index: self.sources[index].target)
-        total = sum(self.sources[index].item.nbytes for index in order)
-        done = 0
-        for index in order:
-            middle = done + self.sources[index].item.nbytes // 2
-            checks[(middle * movers // max(total, 1) + 1) % movers].append(index)
-            done += self.sources[index].item.nbytes
-        return checks
+def _likeness(item: Item) -> tuple[object, ...]:
+    return item.dtype, item.shape, item.nbytes, item.xxh3

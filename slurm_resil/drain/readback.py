@@ -45,17 +45,18 @@ class ReadBack:
         """Close the file."""
         os.close(self._fd)
 
-    def wrong(self, mover: int, slots: Slots) -> list[int]:
-        """Indices of this mover's checks that fail.
+    def wrong(self, slots: Slots) -> list[int]:
+        """Targets of this mover's checks that fail.
 
         Raises:
             TryAgainError: Asked to stop.
             OSError: The file cannot be read.
         """
-        return [index for index in self._plan.checks[mover] if not self._right(self._plan.sources[index], slots)]
+        sources = [self._plan.sources[index] for index in self._plan.checks]
+        return [source.target for source in sources if not self._right(source, slots)]
 
     def _right(self, source: Source, slots: Slots) -> bool:
-        if not boxes.covered(source.shape, [inside for inside, _ in source.parts]):
+        if not source.whole:
             return self._same(source, slots)
         order = sorted(range(len(source.parts)), key=lambda i: source.parts[i][0].start)
         state = xxhash.xxh3_128()

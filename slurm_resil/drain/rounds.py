@@ -10,18 +10,17 @@ from slurm_resil.drain.plan import Piece, Plan
 MAX_RUNS = 1 << 18  # of one round: 24 bytes each here, and as much again inside MPI
 
 
-def cut(plan: Plan, mover: int, buffer_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[list[Piece]]:
-    """Yield the rounds of a mover.
+def cut(plan: Plan, buffer_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[list[Piece]]:
+    """Yield the rounds of the plan's mover.
 
     Args:
         plan: Plan.
-        mover: Whose pieces.
         buffer_bytes: Most bytes in a round.
         max_runs: Most contiguous ranges in a round, about.
     """
     current: list[Piece] = []
     room, runs = buffer_bytes, max_runs
-    for piece in plan.pieces[mover]:
+    for piece in plan.pieces:
         source = plan.sources[piece.source]
         run = source.run_bytes(piece.part)
         at = piece.first
@@ -39,7 +38,5 @@ def cut(plan: Plan, mover: int, buffer_bytes: int, max_runs: int = MAX_RUNS) -> 
 
 
 def count_runs(plan: Plan) -> int:
-    """Contiguous ranges of the whole drain, about."""
-    return sum(
-        -(-piece.nbytes // plan.sources[piece.source].run_bytes(piece.part)) for own in plan.pieces for piece in own
-    )
+    """Contiguous ranges that the plan's mover writes, about."""
+    return sum(-(-piece.nbytes // plan.sources[piece.source].run_bytes(piece.part)) for piece in plan.pieces)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -16,7 +15,7 @@ from slurm_resil.comm.base import Bytes, Int64s
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError, ResilError, TryAgainError
 from slurm_resil.drain import boxes
-from slurm_resil.drain.plan import VALUES, VALUES_DTYPE, Shard, Source, words
+from slurm_resil.drain.plan import VALUES, VALUES_DTYPE, Head, Source, words
 from slurm_resil.format.manifest import Item, ShardManifest, digest
 
 READ_BYTES = 8 << 20
@@ -119,6 +118,10 @@ class Slots:
         manifests: Shards to read.
         mover: Own number.
 
+    Attributes:
+        heads: Heads of the shards.
+        items: Their items by rank, the values among them.
+
     Raises:
         DataError: A slot is missing or too short; names it and the rank.
     """
@@ -127,11 +130,13 @@ class Slots:
         self._fds: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._values: dict[int, bytes] = {}
-        self.shards: list[Shard] = []
+        self.heads: list[Head] = []
+        self.items: dict[int, list[Item]] = {}
         try:
             for manifest in manifests:
                 self._open(job_dir, manifest)
-                self.shards.append(self._shard(manifest, mover))
+                self.heads.append(_head(manifest, mover))
+                self.items[manifest.rank] = self._items(manifest)
         except BaseException:
             self.close()
             raise
@@ -149,13 +154,14 @@ class Slots:
         if size < need:
             raise DataError(f"slot {path} of {who} is truncated: {size} of {need} bytes", path=path)
 
-    def _shard(self, manifest: ShardManifest, mover: int) -> Shard:
+    def _items(self, manifest: ShardManifest) -> list[Item]:
         text = json.dumps(manifest.values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
         self._values[manifest.rank] = text
+        size, xxh3 = len(text), digest(text)
         values = Item(
-            name=VALUES, dtype=VALUES_DTYPE, shape=(len(text),), offset=0, nbytes=len(text), xxh3=digest(text)
+            name=VALUES, dtype=VALUES_DTYPE, shape=(size,), offset=0, nbytes=size, sharing="private", xxh3=xxh3
         )
-        return Shard(mover=mover, manifest=replace(manifest, values=None), values=values)
+        return [*manifest.items, values]
 
     def close(self) -> None:
         """Close all."""
@@ -212,6 +218,11 @@ class Slots:
         return f"{source.item.name} in {self._names[source.rank]} does not match the hash of its seal"
 
 
+def _head(manifest: ShardManifest, mover: int) -> Head:
+    names = ("node", "run_id", "job_id", "attempt", "iteration", "rank", "world_size")
+    return Head(mover=mover, **{name: getattr(manifest, name) for name in names})
+
+
 def pread_into(fd: int, view: memoryview, offset: int, name: str) -> None:
     """Fill a buffer from a file.
 
@@ -224,27 +235,3 @@ def pread_into(fd: int, view: memoryview, offset: int, name: str) -> None:
         if done == 0:
             raise DataError(f"{name} is truncated: it ends at byte {offset}")
         view, offset = view[done:], offset + done
-
-
-def pack(shards: Sequence[Shard]) -> Any:
-    """Plain form of shards, to send."""
-    return [
-        {
-            "manifest": shard.manifest.to_bytes().decode(),
-            "values": [shard.values.nbytes, shard.values.xxh3],
-        }
-        for shard in shards
-    ]
-
-
-def unpack(raw: Sequence[Mapping[str, Any]], mover: int) -> Iterator[Shard]:
-    """Inverse of :func:`pack`.
-
-    Raises:
-        DataError: What was sent is damaged.
-    """
-    for entry in raw:
-        manifest = ShardManifest.from_bytes(entry["manifest"].encode(), where=f"a manifest of mover {mover}")
-        nbytes, xxh3 = entry["values"]
-        values = Item(name=VALUES, dtype=VALUES_DTYPE, shape=(nbytes,), offset=0, nbytes=nbytes, xxh3=xxh3)
-        yield Shard(mover=mover, manifest=manifest, values=values)

@@ -45,9 +45,27 @@ def check_collectives(comm: Communicator, root: Path) -> None:
     assert comm.max((1 << 40) + comm.rank) == (1 << 40) + comm.size - 1
     assert allgather_json(comm, {"rank": comm.rank}) == [{"rank": rank} for rank in range(comm.size)]
     assert bcast_json(comm, ["x", comm.rank], comm.size - 1) == ["x", comm.size - 1]
+    sent = [bytes([comm.rank, to]) * (comm.rank + to) for to in range(comm.size)]
+    assert comm.exchange(sent) == [bytes([sender, comm.rank]) * (sender + comm.rank) for sender in range(comm.size)]
+    assert comm.exchange([b""] * comm.size) == [b""] * comm.size
     big = np.full(3 << 20, comm.rank, np.uint8).tobytes()
     assert comm.allgather(big) == [bytes([rank]) * (3 << 20) for rank in range(comm.size)]
     assert comm.bcast(big) == bytes(3 << 20)
+
+
+def check_large_messages(comm: Communicator, root: Path) -> None:
+    """In pieces: the limit is made small."""
+    from slurm_resil.comm import mpi
+
+    mpi._PART_BYTES = 1000
+    try:
+        sent = [bytes([comm.rank, to]) * (1500 * to + comm.rank) for to in range(comm.size)]
+        expected = [bytes([sender, comm.rank]) * (1500 * comm.rank + sender) for sender in range(comm.size)]
+        assert comm.exchange(sent) == expected
+        assert comm.allgather(bytes([comm.rank]) * 1700) == [bytes([rank]) * 1700 for rank in range(comm.size)]
+    finally:
+        comm.barrier()
+        mpi._PART_BYTES = 1 << 30
 
 
 def check_agreement(comm: Communicator, root: Path) -> None:
