@@ -7,9 +7,12 @@ is taken out and the step's shape is said on the command line.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ClusterShell.NodeSet import NodeSet
 
 from slurm_resil.core.errors import UsageError
 from slurm_resil.core.model import RunInfo
@@ -39,18 +42,12 @@ GPU_TRAPS = frozenset(("SLURM_GRES", "SLURM_STEP_GRES", "SLURM_GPUS", "SLURM_GPU
 LAYOUT_LIMIT_BYTES = 100_000  # Linux takes 128 KiB per variable
 
 # options of ours that a user may not change through --srun-arg: the places of ranks hang on them
-FIXED_OPTIONS = (
-    "--nodes",
-    "-N",
-    "--ntasks",
-    "-n",
-    "--ntasks-per-node",
-    "--nodelist",
-    "-w",
-    "--export",
-    "--exclude",
-    "-x",
-)
+# fmt: off
+FIXED_OPTIONS = frozenset((
+    "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--nodelist", "-w", "--exclude", "-x", "--export",
+    "--distribution", "-m", "--relative", "-r", "--job-name", "-J", "--label", "-l", "--kill-on-bad-exit", "-K",
+))
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +78,7 @@ class Job:
         addresses: Address of each node by name, where ranks and agents meet.
         run_dir: Run's directory on the parallel file system.
         job_dir: Job's directory in the burst buffer, the same path on every node.
+        every: Iterations between checkpoints, None if nobody said.
         leader: ``host:port`` of the leader.
         python: Interpreter with this package.
         base_env: Environment of the launcher.
@@ -93,6 +91,7 @@ class Job:
     addresses: Mapping[str, str]
     run_dir: str
     job_dir: str
+    every: int | None
     leader: str
     python: str
     base_env: Mapping[str, str] = field(repr=False)
@@ -134,10 +133,14 @@ def resil_env(job: Job, cycle: int, env: dict[str, str]) -> dict[str, str]:
     """Add what agents and ranks are told, in place."""
     layout = job.layout
     master = layout.nodes[0]
+    if job.every is not None:
+        env["SLURM_RESIL_EVERY"] = str(job.every)
     env.update(
         {
             "SLURM_RESIL": "1",
             "SLURM_RESIL_RUN_ID": job.info.run_id,
+            "SLURM_RESIL_PREFIX": os.path.dirname(job.run_dir),
+            "SLURM_RESIL_BB_ROOT": os.path.dirname(job.job_dir),
             "SLURM_RESIL_LEADER": job.leader,
             "SLURM_RESIL_ATTEMPT": str(job.info.attempt),
             "SLURM_RESIL_CYCLE": str(cycle),
@@ -153,13 +156,20 @@ def resil_env(job: Job, cycle: int, env: dict[str, str]) -> dict[str, str]:
 
 
 def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str]:
+    tasks = [node for node in nodes for _ in range(per_node)]
+    arbitrary = ",".join(tasks)
+    if len(arbitrary) <= LAYOUT_LIMIT_BYTES:
+        # Slurm's task numbers, and so its labels and its messages, are then our ranks
+        places = ["--distribution=arbitrary", f"--nodelist={arbitrary}"]
+    else:
+        places = [f"--ntasks-per-node={per_node}", f"--nodelist={NodeSet.fromlist(nodes)}"]
     return [
         job.srun,
         "--overlap",
+        "--overcommit",
         f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * per_node}",
-        f"--ntasks-per-node={per_node}",
-        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(tasks)}",
+        *places,
         f"--job-name={name}",
         "--cpu-bind=none",
         "--export=ALL",
@@ -169,34 +179,62 @@ def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str
     ]
 
 
+def ranks_name(cycle: int) -> str:
+    """Name of the step of the ranks."""
+    return f"resil-ranks-{cycle}"
+
+
 def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
-    """One srun for all ranks of a cycle."""
-    argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, f"resil-ranks-{cycle}")
-    argv += ["--kill-on-bad-exit=1", "--label", "--unbuffered", "--mpi=none", *job.srun_args]
+    """One srun for all ranks of a cycle.
+
+    Not with ``--kill-on-bad-exit=1``: srun would send SIGTERM, which ranks ignore, and only after KillWait SIGKILL.
+    The launcher kills the step itself, at once.
+    """
+    argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, ranks_name(cycle))
+    argv += ["--kill-on-bad-exit=0", "--label", "--unbuffered", "--mpi=none", *job.srun_args]
     argv += [job.python, "-m", "slurm_resil.launch.rank", "--", *command]
     env = resil_env(job, cycle, clean(job.base_env))
     return Command(argv=tuple(argv), env=env, title=f"ranks of cycle {cycle}")
 
 
+def agent_args(job: Job) -> list[str]:
+    """The agent itself, without a launcher."""
+    return [job.python, "-m", "slurm_resil", "agent"]
+
+
 def agents(job: Job, cycle: int, nodes: Sequence[str]) -> Command:
     """One srun for the agents of some nodes; a dead agent or node does not take the others along."""
     argv = _shape(job, nodes, 1, "resil-agent")
-    argv += ["--kill-on-bad-exit=0", "--no-kill", "--mpi=none", "--gres=none"]
-    argv += [job.python, "-m", "slurm_resil", "agent"]
+    argv += ["--kill-on-bad-exit=0", "--no-kill", "--label", "--unbuffered", "--mpi=none", "--gres=none"]
+    argv += agent_args(job)
     env = resil_env(job, cycle, clean(job.base_env, keep_gpus=False))
     return Command(argv=tuple(argv), env=env, title=f"agents of {','.join(nodes)}")
 
 
-def mover_args(job: Job, iteration: int, cap_bytes_s: int | None) -> list[str]:
-    """Arguments of the drain itself, without a launcher."""
+def mark(job: Job, nodes: Sequence[str], path: str, text: str) -> Command:
+    """Write (or with an empty text remove) a small file on nodes."""
+    argv = _shape(job, nodes, 1, "resil-mark")
+    argv += ["--kill-on-bad-exit=0", "--no-kill", "--mpi=none", "--gres=none"]
+    argv += [job.python, "-m", "slurm_resil.launch.mark", path, text]
+    return Command(argv=tuple(argv), env=clean(job.base_env, keep_gpus=False), title=f"mark of {','.join(nodes)}")
+
+
+def mover_args(job: Job, iteration: int, cap_bytes_s: float | None, *, finish: bool) -> list[str]:
+    """Arguments of the drain itself, without a launcher; ``finish``: go on through the SIGTERM of a grace period."""
     argv = [job.python, "-m", "slurm_resil", "mover", "drain"]
     argv += ["--run-dir", job.run_dir, "--job-dir", job.job_dir, "--iteration", str(iteration), "--json"]
-    return argv + (["--cap", str(cap_bytes_s)] if cap_bytes_s else [])
+    argv += ["--on-term", "finish" if finish else "stop"]
+    return argv + (["--cap", f"{cap_bytes_s:.0f}"] if cap_bytes_s else [])
 
 
-def mover(job: Job, iteration: int, cap_bytes_s: int | None) -> Command:
+def mover(job: Job, iteration: int, cap_bytes_s: float | None, *, finish: bool) -> Command:
     """One short MPI step that drains a checkpoint, one process per node."""
     argv = _shape(job, job.layout.nodes, 1, f"resil-drain-{iteration}")
-    argv += ["--kill-on-bad-exit=1", "--mpi=pmi2", "--gres=none", *mover_args(job, iteration, cap_bytes_s)]
+    argv += [
+        "--kill-on-bad-exit=1",
+        "--mpi=pmi2",
+        "--gres=none",
+        *mover_args(job, iteration, cap_bytes_s, finish=finish),
+    ]
     env = resil_env(job, 0, clean(job.base_env, keep_gpus=False))
     return Command(argv=tuple(argv), env=env, title=f"drain of iteration {iteration}")

@@ -21,10 +21,26 @@ class Tick(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Event):
-    """The leader has decided what the ranks of a cycle start from; 0: a fresh start."""
+    """The ranks of a cycle have loaded an iteration; 0: a fresh start. ``durable`` is the newest durable one then."""
 
     iteration: int
     cycle: int
+    durable: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """An iteration will never be complete."""
+
+    iteration: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreFailed(Event):
+    """The ranks of a cycle raise ``why``: there are checkpoints, and none can be used."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +62,17 @@ class Noticed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StopReached(Event):
-    """All ranks have saved at the iteration of a stop, and end now."""
+    """The ranks end now. ``iteration`` is the newest one that all have sealed; not ``saved``: an older one."""
 
     iteration: int
+    saved: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(Event):
+    """The agent of a node is there, or there again."""
+
+    node: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +167,10 @@ class CancelDrain(Action):
 
 @dataclass(frozen=True, kw_only=True)
 class TellDurable(Action):
-    """Tell the leader, and through it agents and ranks, that an iteration is durable."""
+    """Tell the leader, and through it agents and ranks, that an iteration is durable, and what its drain took."""
 
     iteration: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +221,11 @@ class Hold(Action):
     """Requeue the job held, with the reason in its comment."""
 
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodbye(Action):
+    """Tell the agents to end, so that nobody waits for Slurm to kill them."""
 
 
 @dataclass(frozen=True, kw_only=True)

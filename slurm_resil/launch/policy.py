@@ -21,7 +21,6 @@ from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
-from slurm_resil.launch.verdict import Verdict
 
 
 class Phase(enum.StrEnum):
@@ -95,7 +94,8 @@ class Policy:
         self.exit = (0, "")
         # the stop
         self.kinds: set[NoticeKind] = set()
-        self.deadline: float | None = None
+        self.given: float | None = None  # deadline that somebody named
+        self.assumed: float | None = None  # the least that Slurm leaves, counted while nobody has named one
         self.stop_at: int | None = None
         self.leave_since: float | None = None
         self.asked = 0
@@ -115,6 +115,7 @@ class Policy:
         self.request: m.Continue | m.Hold | None = None
         self.retry_at: float | None = None
         self.accepted_at = 0.0
+        self.handed_over = False
 
     def start(self) -> list[m.Action]:
         """Actions of the beginning."""
@@ -131,10 +132,17 @@ class Policy:
             case m.SealedAll():
                 self.sealed = max(self.sealed, event.iteration)
                 actions = [_report("sealed", iteration=event.iteration)]
+            case m.SaveFailed():
+                actions = [_report("save_failed", iteration=event.iteration, why=event.why)]
+            case m.RestoreFailed():
+                actions = [_report("restore_failed", why=event.why)]
             case m.Noticed():
-                actions = self._noticed(event)
+                actions = self._noticed(event, now)
             case m.StopReached():
                 actions = self._stop_reached(event)
+            case m.NodeJoined():
+                self.lost.pop(event.node, None)
+                actions = []
             case m.NodeLost():
                 actions = self._node_lost(event)
             case m.Probed():
@@ -151,11 +159,16 @@ class Policy:
                 actions = []
         return actions + self._advance(now)
 
+    @property
+    def deadline(self) -> float | None:
+        """When everything must be over, None if nothing is known."""
+        return self.given if self.given is not None else self.assumed
+
     # events
 
     def _restored(self, event: m.Restored) -> list[m.Action]:
-        # restored from the burst buffers: a checkpoint that the attempt before had no time to drain
-        self.sealed = max(self.sealed, event.iteration)
+        # more than what is durable: the attempt before had no time to drain it
+        self.sealed, self.durable = event.iteration, event.durable
         actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
@@ -166,14 +179,16 @@ class Policy:
         actions += [_report("held", reason=why), m.KillRanks(why=why)]
         return actions + self._request(m.Hold(reason=why))
 
-    def _noticed(self, event: m.Noticed) -> list[m.Action]:
+    def _noticed(self, event: m.Noticed, now: float) -> list[m.Action]:
         fields = {"kind": str(event.kind), "stop": event.stop, "source": event.source}
         if not event.stop:
             return [_report("notice", **fields)]
         new = event.kind not in self.kinds
         self.kinds.add(event.kind)
         if event.deadline is not None:
-            self.deadline = event.deadline if self.deadline is None else min(self.deadline, event.deadline)
+            self.given = event.deadline if self.given is None else min(self.given, event.deadline)
+        elif event.kind is not NoticeKind.PERSON and self.assumed is None:
+            self.assumed = now + self.rules.kill_wait_s
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
         return [_report("notice", **fields)] if new else []
@@ -183,7 +198,7 @@ class Policy:
         self.sealed = max(self.sealed, event.iteration)
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
-        actions: list[m.Action] = [_report("stop", iteration=event.iteration)]
+        actions: list[m.Action] = [_report("stop", iteration=event.iteration, saved=event.saved)]
         if self.moving is not None and (self.moving != event.iteration or self.moving_capped):
             actions.append(m.CancelDrain(why=f"iteration {event.iteration} is the one to keep, without a cap"))
         return actions
@@ -285,7 +300,7 @@ class Policy:
             self.drain_next = now + event.duration_s  # at most half of the time
             seconds = round(event.duration_s, 3)
             return [
-                m.TellDurable(iteration=event.iteration),
+                m.TellDurable(iteration=event.iteration, seconds=event.duration_s),
                 _report("durable", iteration=event.iteration, seconds=seconds),
             ]
         if self.phase in (Phase.CONTINUING, Phase.WAITING):
@@ -304,7 +319,7 @@ class Policy:
             return [m.KillRanks(why="interrupted twice"), *self._finish(code, "interrupted twice")]
         limit = self.rules.kill_wait_s if event.signum == signal.SIGTERM else None
         if limit is not None and self.phase is Phase.STOPPING:
-            self.deadline = min(self.deadline or now + limit, now + limit)
+            self.given = min(self.given or now + limit, now + limit)
         if self.asked > 1 or self.phase is not Phase.RUNNING:
             return []
         name = signal.Signals(event.signum).name
@@ -316,7 +331,8 @@ class Policy:
         if event.accepted:
             self.phase = Phase.WAITING
             self.accepted_at = now
-            return [_report("requeued", words=event.words)]
+            self.handed_over = True
+            return [_report("requeued", words=event.words), m.Goodbye()]
         if event.final:
             words = f"the job is not continued: {event.words}"
             return [_report("not_requeued", words=event.words), *self._finish(EXIT_TRY_AGAIN, words)]
@@ -439,8 +455,3 @@ class Policy:
 
 def _report(event: str, **fields: object) -> m.Report:
     return m.Report(event=event, fields=fields)
-
-
-def verdict_words(verdict: Verdict) -> str:
-    """One line for the end of a job: the first failing rank, if it is known."""
-    return f"rank {verdict.rank}: {verdict.words}" if verdict.rank is not None else verdict.words

@@ -14,6 +14,7 @@ def job(**changes):
         "addresses": {"n1": "10.0.0.1", "n3": "10.0.0.3", "n5": "10.0.0.5"},
         "run_dir": "/pfs/r",
         "job_dir": "/bb/job-12",
+        "every": 25,
         "leader": "10.0.0.1:7000",
         "python": "/usr/bin/python3",
         "base_env": {
@@ -37,7 +38,7 @@ def test_the_jobs_shape_never_reaches_a_step():
     for command in (
         commands.ranks(job(), 0, ["true"]),
         commands.agents(job(), 0, ["n3"]),
-        commands.mover(job(), 40, None),
+        commands.mover(job(), 40, None, finish=False),
     ):
         assert not set(command.env) & commands.TRAPS
         assert not [name for name in command.env if name.startswith(("SLURM_STEP", "PMI_"))]
@@ -49,13 +50,18 @@ def test_the_jobs_shape_never_reaches_a_step():
 
 def test_ranks_are_one_task_each_on_the_nodes_of_the_layout():
     command = commands.ranks(job(), 2, ["python", "train.py", "--name", "a b"])
-    assert {"--nodes=3", "--ntasks=6", "--ntasks-per-node=2", "--nodelist=n1,n5,n3"} <= set(command.argv)
-    assert {"--kill-on-bad-exit=1", "--cpu-bind=none", "--label", "--unbuffered"} <= set(command.argv)
+    # arbitrary: task numbers, and so srun's labels, are the ranks
+    assert {"--nodes=3", "--ntasks=6", "--distribution=arbitrary"} <= set(command.argv)
+    assert "--nodelist=n1,n1,n5,n5,n3,n3" in command.argv
+    assert {"--cpu-bind=none", "--label", "--unbuffered", "--overcommit"} <= set(command.argv)
     assert command.argv[-4:] == ("python", "train.py", "--name", "a b")
     assert command.argv[-7:-4] == ("-m", "slurm_resil.launch.rank", "--")
     assert command.env["SLURM_RESIL_LAYOUT"] == "n1,n5,n3"
     assert command.env["MASTER_ADDR"] == "10.0.0.1"
     assert command.env["SLURM_RESIL_CYCLE"] == "2"
+    assert command.env["SLURM_RESIL_EVERY"] == "25"
+    assert command.env["SLURM_RESIL_BB_ROOT"] == "/bb"
+    assert command.env["SLURM_RESIL_PREFIX"] == "/pfs"
 
 
 def test_the_rendezvous_moves_with_every_cycle_and_attempt():
@@ -73,20 +79,28 @@ def test_gpus_are_for_ranks_only():
 
 
 def test_mover_is_an_mpi_step_with_one_process_per_node():
-    command = commands.mover(job(), 40, 1000)
-    assert {"--mpi=pmi2", "--ntasks=3", "--ntasks-per-node=1"} <= set(command.argv)
-    assert command.argv[-2:] == ("--cap", "1000")
-    assert "--cap" not in commands.mover(job(), 40, None).argv
+    command = commands.mover(job(), 40, 1000.0, finish=False)
+    assert {"--mpi=pmi2", "--ntasks=3", "--nodelist=n1,n5,n3"} <= set(command.argv)
+    assert command.argv[-4:] == ("--on-term", "stop", "--cap", "1000")
+    last = commands.mover(job(), 40, None, finish=True)
+    assert last.argv[-2:] == ("--on-term", "finish")
 
 
 def test_a_layout_too_long_for_a_variable_goes_to_a_file():
-    nodes = tuple(f"node-with-a-long-name-{i:05d}" for i in range(5000))
+    nodes = tuple(f"node-of-a-rack-{i:05d}" for i in range(6000))
     value, text = commands.layout_variable(Layout(nodes=nodes, ranks_per_node=8), "/pfs/r")
     assert value == "@/pfs/r/layout.names"
     assert text.split(",")[-1] == nodes[-1]
+    long = job(layout=Layout(nodes=nodes, ranks_per_node=8))
+    argv = commands.ranks(long, 0, ["x"]).argv
+    assert "--ntasks-per-node=8" in argv
+    assert "--distribution=arbitrary" not in argv
+    assert max(map(len, argv)) < 131_072
 
 
-@pytest.mark.parametrize("argument", ["--nodes=2", "-N2", "-wn1", "--nodelist=n1", "--export=NONE", "-n", "-x"])
+@pytest.mark.parametrize(
+    "argument", ["--nodes=2", "-N2", "-wn1", "--nodelist=n1", "--export=NONE", "-n", "-x", "-mblock"]
+)
 def test_srun_arguments_that_would_move_ranks_are_refused(argument):
     with pytest.raises(UsageError, match="--ranks-per-node"):
         commands.check_srun_args([argument])

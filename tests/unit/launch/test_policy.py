@@ -55,7 +55,7 @@ def test_normal_life_drains_the_newest_and_ends_well():
     assert b.on(m.SealedAll(iteration=10)) == [m.Drain(iteration=10, capped=True)]
     assert b.on(m.SealedAll(iteration=20)) == []  # one mover at a time
     assert b.on(m.SealedAll(iteration=30)) == []
-    assert b.drained(10) == [m.TellDurable(iteration=10)]
+    assert b.drained(10) == [m.TellDurable(iteration=10, seconds=2.0)]
     assert b.tick(1.0) == []  # at most half of the time
     assert b.tick(2.0) == [m.Drain(iteration=30, capped=True)]  # newest wins, 20 never goes
     b.drained(30)
@@ -95,10 +95,10 @@ def test_stop_saves_drains_waits_for_the_ranks_and_continues():
     assert b.on(m.RanksEnded(verdict=OK), 0.5) == []
     actions = b.drained(44)
     assert actions == [
-        m.TellDurable(iteration=44),
+        m.TellDurable(iteration=44, seconds=2.0),
         m.Continue(reason="preemption", iteration=44, level=Level.DURABLE),
     ]
-    assert b.on(m.Continued(accepted=True)) == []
+    assert b.on(m.Continued(accepted=True)) == [m.Goodbye()]
     assert b.policy.phase is Phase.WAITING
     # never leaves before it is killed: on 22.05 the job would be COMPLETED
     assert b.tick(30) == []
@@ -208,6 +208,13 @@ def test_n4_a_silent_agent_on_a_healthy_node_is_only_a_dead_agent():
     assert kinds(b.probed()) == [m.KillRanks]  # bounded
 
 
+def test_an_agent_that_comes_back_before_the_answer_is_left_alone():
+    b = Bench()
+    b.on(m.NodeLost(node="n2", why="its connection broke"))
+    b.on(m.NodeJoined(node="n2"))
+    assert b.probed() == []
+
+
 def test_slurmd_that_restarts_is_no_dead_node_while_its_agent_is_heard():
     b = Bench()
     b.on(m.RanksEnded(verdict=BAD))
@@ -257,7 +264,29 @@ def test_d9_attempts_without_progress_hold_the_job():
 
 def test_restored_from_burst_buffers_is_drained_now_that_there_is_time():
     b = Bench(durable=40)
-    assert b.on(m.Restored(iteration=44, cycle=0)) == [m.Drain(iteration=44, capped=True)]
+    assert b.on(m.Restored(iteration=44, cycle=0, durable=40)) == [m.Drain(iteration=44, capped=True)]
+
+
+def test_a_bad_drained_checkpoint_does_not_count_as_durable():
+    b = Bench(durable=60)
+    b.on(m.Restored(iteration=40, cycle=0, durable=40))
+    assert b.on(m.SealedAll(iteration=50)) == [m.Drain(iteration=50, capped=True)]
+
+
+def test_a_grace_period_of_unknown_length_is_at_least_kill_wait():
+    b = Bench(rules=Rules(kill_wait_s=20.0))
+    b.notice(deadline=None)
+    b.on(m.StopReached(iteration=44))
+    assert m.Continue not in kinds(b.tick(14.0))
+    assert m.Continue in kinds(b.tick(3.0))
+
+
+def test_a_known_deadline_replaces_the_assumed_one():
+    b = Bench(rules=Rules(kill_wait_s=20.0))
+    b.notice(deadline=None)
+    b.notice(deadline=200.0)
+    b.on(m.StopReached(iteration=44))
+    assert m.Continue not in kinds(b.tick(100.0))
 
 
 def test_unanswered_requeue_is_asked_again_and_a_refused_one_is_not():

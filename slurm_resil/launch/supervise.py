@@ -1,0 +1,392 @@
+"""The launcher's loop: hears leader, steps, deadline and signals; asks the policy; does what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from slurm_resil.agent import events as e
+from slurm_resil.agent.leader import Leader
+from slurm_resil.agent.survey import drained_iterations
+from slurm_resil.core import paths
+from slurm_resil.core.errors import NotPermittedError, ResilError
+from slurm_resil.core.log import event
+from slurm_resil.core.model import Notice
+from slurm_resil.launch import moves as m
+from slurm_resil.launch.cluster import Cluster
+from slurm_resil.launch.commands import Job
+from slurm_resil.launch.policy import Policy
+from slurm_resil.launch.records import Attempt, EventLog
+from slurm_resil.launch.starters import Starter
+from slurm_resil.launch.steps import Step, drained_seconds, last_json
+from slurm_resil.launch.verdict import Verdict
+
+TICK_S = 0.1
+WATCH_S = 1.0
+GOODBYE_S = 5.0
+JOIN_GRACE_S = 3.0  # from the end of an agents' step until its silent nodes are looked at
+log = logging.getLogger(__name__)
+
+# what people read on the way; everything is in the event log
+SPOKEN = {
+    "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
+    "restore": "the ranks start from iteration {iteration}",
+    "restore_failed": "the ranks cannot start: {why}",
+    "save_failed": "the checkpoint of iteration {iteration} failed: {why}",
+    "durable": "iteration {iteration} is durable ({seconds} s)",
+    "drain_failed": "the drain of iteration {iteration} failed: {words}",
+    "notice": "notice: {kind} ({source})",
+    "stop": "all ranks stop; iteration {iteration} is sealed",
+    "ranks_ended": "the ranks ended: {words}",
+    "restart": "starting the ranks again, {restart} of {of} without progress",
+    "give_up": "no restart: {words}",
+    "agent_lost": "the agent of {node} is gone ({why}), starting another one",
+    "node_lost": "lost {nodes} ({why}); iteration {durable} is durable",
+    "held": "the job will be held: {reason}",
+    "requeue_intent": "asking for a new start: {reason}",
+    "requeued": "{words}",
+    "requeue_retry": "asking again: {words}",
+    "not_requeued": "{words}",
+    "no_requeue": "WARNING: this job cannot be requeued: {why}",
+    "warning": "WARNING: {words}",
+    "finished": "{words}",
+}
+
+
+class Engine(Protocol):
+    """The recovery engine, as the launcher needs it."""
+
+    def continue_job(self, job_id: int, *, bad_nodes: Sequence[str], reason: str, level: str) -> str:
+        """Have the job started again; returns words once the engine has taken it over.
+
+        Raises:
+            ResilError: It does not answer, or does not do it.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Host(e.LeaderEvent):
+    """Something of the launcher's own, in the leader's order of events."""
+
+    event: m.Event
+
+
+class Supervisor:
+    """One attempt.
+
+    Args:
+        job: What the command lines are made from.
+        command: User's command.
+        policy: Decides.
+        leader: Already running.
+        cluster: Slurm.
+        starter: Starts steps.
+        events: Event log.
+        attempt: Record of this attempt.
+        engine: Recovery engine, None if there is none.
+        watch: Looks at the job's deadline; may take its time.
+        cap_bytes_s: Bandwidth of drains while training.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        command: Sequence[str],
+        policy: Policy,
+        leader: Leader,
+        cluster: Cluster,
+        starter: Starter,
+        events: EventLog,
+        attempt: Attempt,
+        engine: Engine | None = None,
+        watch: Callable[[], list[Notice]] | None = None,
+        cap_bytes_s: float | None = None,
+    ) -> None:
+        self._job, self._command = job, tuple(command)
+        self._policy, self._leader, self._cluster, self._starter = policy, leader, cluster, starter
+        self._events, self._attempt, self._engine, self._watch = events, attempt, engine, watch
+        self._cap_bytes_s = cap_bytes_s
+        self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
+        self._signals: deque[int] = deque()
+        self._agents: list[Step] = []
+        self._ranks: Step | None = None
+        self._mover: Step | None = None
+        self._starting: tuple[float, int] | None = None
+        self._present: set[str] = set()
+        self._over = threading.Event()
+        self._code: int | None = None
+        self._cycle = 0
+
+    def run(self) -> int:
+        """Supervise until the attempt is over; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signal)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # they are for the agents
+        self._thread(self._pump, "leader events")
+        if self._watch is not None:
+            self._thread(self._watch_deadline, "deadline")
+        self._start_agents(0, self._job.layout.nodes)
+        self._do(self._policy.start())
+        while self._code is None:
+            with contextlib.suppress(queue.Empty):
+                self._hear(self._inbox.get(timeout=TICK_S))
+            while self._signals:
+                self._hear(m.Asked(signum=self._signals.popleft()))
+            if self._starting is not None and time.monotonic() >= self._starting[0]:
+                cycle, self._starting = self._starting[1], None
+                self._start_ranks(cycle)
+            self._hear(m.Tick())
+        self._over.set()
+        return self._code
+
+    # hearing
+
+    def _hear(self, happened: m.Event) -> None:
+        self._do(self._policy.on(happened, time.monotonic()))
+
+    def _signal(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _thread(self, target: Callable[[], None], name: str) -> None:
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    def _pump(self) -> None:
+        """Thread: the leader's events, in its order."""
+        while not self._over.is_set():
+            with contextlib.suppress(queue.Empty):
+                heard = self._translate(self._leader.events.get(timeout=1.0))
+                if heard is not None:
+                    self._inbox.put(heard)
+
+    def _translate(self, happened: e.LeaderEvent) -> m.Event | None:
+        match happened:
+            case _Host():
+                return happened.event
+            case e.Restored():
+                durable = newest_durable(self._job.run_dir)
+                self._record(restored=happened.iteration)
+                return m.Restored(iteration=happened.iteration, cycle=happened.cycle, durable=durable)
+            case e.RestoreFailed():
+                return m.RestoreFailed(why=happened.why)
+            case e.SealedAll():
+                return m.SealedAll(iteration=happened.iteration)
+            case e.SaveFailed():
+                return m.SaveFailed(iteration=happened.iteration, why=happened.why)
+            case e.NoticeSeen():
+                notice = happened.notice
+                deadline = None
+                if notice.deadline_s is not None:
+                    deadline = time.monotonic() + notice.deadline_s - time.time()
+                return m.Noticed(kind=notice.kind, stop=notice.stop, deadline=deadline, source=notice.source)
+            case e.StopReached():
+                return m.StopReached(iteration=happened.iteration, saved=happened.saved)
+            case e.NodeJoined():
+                self._present.add(happened.node)
+                return m.NodeJoined(node=happened.node)
+            case e.NodeLost():
+                self._present.discard(happened.node)
+                return m.NodeLost(node=happened.node, why=happened.why)
+            case _:
+                return None
+
+    def _watch_deadline(self) -> None:
+        """Thread: looking at Slurm may take seconds."""
+        assert self._watch is not None
+        while not self._over.wait(WATCH_S):
+            try:
+                for notice in self._watch():
+                    self._leader.notice(notice)
+            except ResilError as error:
+                event(log, "watch_failed", level=logging.WARNING, why=str(error))
+
+    def _ranks_ended(self, verdict: Verdict) -> None:
+        """Thread. Through the leader's queue: what it said before the ranks could end is heard before their end."""
+        at = self._leader.iteration
+        self._leader.events.put(_Host(event=m.RanksEnded(verdict=verdict, at=at)))
+
+    def _mover_ended(self, iteration: int, code: int, lines: Sequence[str], seconds: float) -> None:
+        """Thread."""
+        last = last_json(lines)
+        words = "" if code == 0 else str(last.get("error") or next(reversed([*lines]), f"exit code {code}"))
+        self._inbox.put(
+            m.MoverEnded(iteration=iteration, ok=code == 0, duration_s=drained_seconds(lines, seconds), words=words)
+        )
+
+    def _agents_ended(self, nodes: Sequence[str], code: int) -> None:
+        """Thread. An srun may die and its agents live: only nodes whose agent is not heard are in question."""
+        if self._over.wait(JOIN_GRACE_S):
+            return
+        for node in nodes:
+            if node not in self._present:
+                self._inbox.put(m.NodeLost(node=node, why=f"the step of its agent ended with code {code}"))
+
+    # doing
+
+    def _do(self, actions: Sequence[m.Action]) -> None:
+        for action in actions:
+            match action:
+                case m.Report():
+                    self.report(action.event, **action.fields)
+                case m.StartCycle():
+                    self._starting = (time.monotonic() + action.delay_s, action.cycle)
+                case m.KillRanks():
+                    self._starting = None
+                    event(log, "kill_ranks", why=action.why)
+                    if self._ranks is not None:
+                        self._ranks.kill()
+                case m.Drain():
+                    self._drain(action)
+                case m.CancelDrain():
+                    event(log, "cancel_drain", why=action.why)
+                    if self._mover is not None:
+                        self._mover.kill()
+                case m.TellDurable():
+                    self._leader.durable(action.iteration, drain_s=action.seconds)
+                case m.Probe():
+                    self._thread(lambda action=action: self._probe(action), "probe")  # type: ignore[misc] # bound now
+                case m.RestartAgent():
+                    if action.node not in self._present:
+                        self._start_agents(self._cycle, (action.node,))
+                case m.Notify():
+                    deadline = None if action.deadline_in_s is None else time.time() + action.deadline_in_s
+                    self._leader.notice(Notice(kind=action.kind, stop=True, deadline_s=deadline, source=action.source))
+                case m.Continue() | m.Hold():
+                    self._thread(lambda action=action: self._hand_over(action), "requeue")  # type: ignore[misc] # bound now
+                case m.Goodbye():
+                    self._leader.goodbye()
+                case m.Finish():
+                    self._finish(action)
+                case _:
+                    raise AssertionError(action)
+
+    def report(self, name: str, **values: object) -> None:
+        """Write an event, and say it if people want to know."""
+        why = self._events.write(name, **values)
+        if why:
+            say(f"WARNING: {why}")
+        words = SPOKEN.get(name)
+        if words is not None:
+            flat = {key: ", ".join(value) if isinstance(value, list) else value for key, value in values.items()}
+            say(words.format(**flat))
+
+    def _record(self, **values: object) -> None:
+        try:
+            self._attempt.update(**values)
+        except OSError as error:
+            say(f"WARNING: cannot write the record of this attempt: {error}")
+
+    def _start_agents(self, cycle: int, nodes: Sequence[str]) -> None:
+        step = self._starter.agents(cycle, nodes, lambda code: self._agents_ended(nodes, code))
+        self._agents.append(step)
+
+    def _start_ranks(self, cycle: int) -> None:
+        if cycle:
+            self._leader.start_cycle(cycle)
+        self._cycle = cycle
+        self.report("cycle_start", cycle=cycle)
+        self._ranks = self._starter.ranks(cycle, self._command, self._ranks_ended)
+
+    def _drain(self, action: m.Drain) -> None:
+        iteration = action.iteration
+        self._events.write("drain_start", iteration=iteration, capped=action.capped)
+        self._mover = self._starter.mover(
+            iteration,
+            self._cap_bytes_s if action.capped else None,
+            not action.capped,
+            lambda code, lines, seconds: self._mover_ended(iteration, code, lines, seconds),
+        )
+
+    def _probe(self, action: m.Probe) -> None:
+        """Thread."""
+        time.sleep(action.delay_s)
+        alive: dict[str, bool] = {}
+        try:
+            alive = dict(self._cluster.alive(self._job.layout.nodes))
+        except ResilError as error:
+            event(log, "probe_failed", level=logging.WARNING, why=str(error))
+        event(log, "probed", why=action.why, alive=alive)
+        self._inbox.put(m.Probed(alive=alive))
+
+    def _hand_over(self, action: m.Continue | m.Hold) -> None:
+        """Thread: write the intent, then ask; the answer comes as an event."""
+        try:
+            words = self._ask_for_start(action)
+            self._record(outcome={"words": words, "at_s": round(time.time(), 3)})
+            self._inbox.put(m.Continued(accepted=True, words=words))
+        except NotPermittedError as error:
+            self._inbox.put(m.Continued(accepted=False, final=True, words=error.message))
+        except ResilError as error:
+            self._inbox.put(m.Continued(accepted=False, words=error.message))
+
+    def _ask_for_start(self, action: m.Continue | m.Hold) -> str:
+        bad = action.bad_nodes if isinstance(action, m.Continue) else ()
+        intent: dict[str, object] = {"reason": action.reason, "bad_nodes": list(bad), "at_s": round(time.time(), 3)}
+        if isinstance(action, m.Continue):
+            intent |= {"iteration": action.iteration, "level": action.level.name}
+        self._record(intent=intent, held=isinstance(action, m.Hold))
+        self._events.write("requeue_intent", **intent)
+        record = self._cluster.record()
+        if record.restarts > self._job.info.attempt:
+            return "Slurm is starting the job again already"
+        if record.cancelled:
+            raise NotPermittedError("somebody cancelled the job")
+        if isinstance(action, m.Hold):
+            return self._cluster.hold(action.reason)
+        text = f'{{"run_id":"{self._job.info.run_id}","attempt":{self._job.info.attempt}}}\n'
+        good = [node for node in self._job.layout.nodes if node not in bad]
+        self._starter.mark(good, paths.continues(self._job.job_dir), text)
+        if self._engine is not None and not action.alone:
+            try:
+                return self._engine.continue_job(
+                    self._job.info.job_id, bad_nodes=bad, reason=action.reason, level=action.level.name.lower()
+                )
+            except ResilError as error:
+                self.report("warning", words=f"the engine does not help: {error.message}")
+        return self._cluster.requeue(bad_nodes=bad)
+
+    def _finish(self, action: m.Finish) -> None:
+        self._leader.goodbye()
+        for step in (self._ranks, self._mover):
+            if step is not None and step.running:
+                step.kill()
+        if action.done:
+            with contextlib.suppress(ResilError, OSError):
+                if self._job.info.attempt:
+                    nodes = self._job.layout.nodes
+                    self._starter.mark(nodes, paths.continues(self._job.job_dir), "")
+        if self._policy.handed_over:
+            self._code = action.code  # Slurm is killing everything as it is
+            return
+        limit = time.monotonic() + GOODBYE_S
+        for step in [step for step in (*self._agents, self._ranks, self._mover) if step is not None]:
+            if step.wait(max(0.0, limit - time.monotonic())) is None:
+                step.kill()
+        self._leader.close()
+        self._record(outcome={"words": action.words, "code": action.code, "at_s": round(time.time(), 3)})
+        self._code = action.code
+
+
+def newest_durable(run_dir: str) -> int:
+    """Newest drained iteration of a run, 0 if there is none or nobody can tell."""
+    with contextlib.suppress(OSError):
+        return max(drained_iterations(run_dir), default=0)
+    return 0
+
+
+def say(words: str) -> None:
+    """Tell people."""
+    sys.stderr.write(f"slurm-resil: {words}\n")
+    sys.stderr.flush()
