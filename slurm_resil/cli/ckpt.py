@@ -20,6 +20,7 @@ from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.core.model import CheckpointState
 from slurm_resil.drain import check, find, shards
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+from slurm_resil.launch.commands import clean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -277,9 +278,9 @@ def drain(iteration: str, run_dir: str | None, job_dir: str | None, cap: float |
         if srun is None:
             raise errors.ConfigError("srun is not found", mend="run this inside the job")
         shape = [f"--nodes={place.info.nodes}", f"--ntasks={place.info.nodes}", "--ntasks-per-node=1"]
-        argv = [srun, "--overlap", *shape, "--mpi=pmi2", "--cpu-bind=none", "--input=none", *argv]
+        argv = [srun, "--overlap", *shape, "--mpi=pmi2", "--cpu-bind=none", "--input=none", "--gres=none", *argv]
     sys.stdout.flush()
-    os.execve(shutil.which(argv[0]) or argv[0], argv, dict(os.environ))  # noqa: S606 - argv is a list of ours
+    os.execve(argv[0], argv, clean(os.environ, keep_gpus=False))  # noqa: S606 - argv is a list of ours
 
 
 @contextlib.contextmanager

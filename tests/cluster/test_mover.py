@@ -175,3 +175,14 @@ def test_a_lease_of_a_node_that_is_gone_is_waited_out(two_nodes, world):
     done = drain(two_nodes, world)
     assert done.returncode == 0, done.stderr
     world.check()
+
+
+def test_a_user_drains_by_hand_from_inside_the_job(two_nodes, world):
+    program = [sys.executable, "-m", "slurm_resil", "ckpt", "drain", "--json"]
+    places = ["--run-dir", world.run_dir, "--job-dir", str(two_nodes.bb / JOB)]
+    env = {"PYTHONPATH": str(ROOT), "SLURM_RESIL_WORLD_SIZE": "4", "SLURM_RESIL_RANKS_PER_NODE": "2"}
+    argv = ["salloc", "-N2", "--ntasks-per-node=2", "--exclusive", *program, *places]
+    done = two_nodes.run(argv, user="alice", check=False, timeout_s=90, env=env)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout.splitlines()[-1])["written_bytes"]) == 2
+    world.check()

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from shardworld import ITERATION, World, build
+from shardworld import ITERATION, Local, World, build
 
 from slurm_resil.core import paths
 from slurm_resil.drain import lease
@@ -323,3 +324,16 @@ def test_a_read_only_file_system(small, tmp_path):
     done = mover(world)
     assert done.returncode == 1
     assert "Read-only file system" in done.stderr and world.run_dir in done.stderr
+
+
+@pytest.mark.full
+def test_a_tensor_beyond_32_bit_counts(tmp_path):
+    """More than 2^31 bytes written by one mover, in rounds of 1 GiB."""
+    world = World(root=tmp_path, ranks=1, per_node=1, states=[{}])
+    world.states[0]["big"] = Local(np.arange((1 << 31) // 8 + 1000, dtype=np.int64))
+    world.expected["state/big"] = world.states[0]["big"].data
+    world.seal()
+    done = subprocess.run(argv(world, "--buffer", str(1 << 30)), capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert last(done.stdout)["written_bytes"][0] > 1 << 31
+    world.check()
