@@ -153,6 +153,7 @@ def test_missing_shards_end_every_rank_with_75_and_their_names(tmp_path):
 
 
 def test_flipped_and_truncated_shards_end_with_65(tmp_path):
+    """R1."""
     world = build(tmp_path, ranks=2)
     world.seal()
     world.flip(1, "model/rows")
@@ -165,6 +166,7 @@ def test_flipped_and_truncated_shards_end_with_65(tmp_path):
 
 
 def test_missing_run_directory(tmp_path):
+    """N12."""
     world = build(tmp_path, ranks=2)
     world.seal()
     done = mover(world, run_dir=str(tmp_path / "no" / "run-7"))
@@ -191,6 +193,7 @@ def test_killed_mover_publishes_nothing_and_the_next_one_does(tmp_path, victim):
 
 
 def test_killed_launcher(tmp_path):
+    """S2: renamed, but without its manifest it does not count."""
     world = build(tmp_path, ranks=2, scale=20)
     world.seal()
     with started(world, fault="drain.publish:stop") as process:
@@ -298,6 +301,7 @@ def test_too_small_a_file_system(small, tmp_path):
 
 
 def test_a_file_system_that_fills_up_meanwhile(small, tmp_path):
+    """S7, and S12: what is published is whole or not there; the next drain works."""
     world = build(tmp_path, ranks=2, scale=400)
     world.seal()
     kept = small / "kept"
