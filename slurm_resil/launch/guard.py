@@ -83,10 +83,19 @@ class RestartBudget:
         progress = restorable > self.reached and self.reached >= 0
         used = 0 if progress else self.used
         failure = (verdict.signature, at)
-        if at is not None and failure == self.last and not verdict.launch_failed:
+        if not verdict.launch_failed and _same(failure, self.last):
             why = f"the same failure twice at iteration {at}: {verdict.words}"
             return replace(self, used=used, reached=restorable, last=failure), why
         if used >= self.bound:
             why = f"{used} restarts without progress beyond iteration {restorable}: {verdict.words}"
             return replace(self, used=used, reached=restorable, last=failure), why
         return replace(self, used=used + 1, reached=restorable, last=failure), None
+
+
+def _same(
+    one: tuple[tuple[int | None, int], int | None], other: tuple[tuple[int | None, int], int | None] | None
+) -> bool:
+    """Whether two failures are the same: rank, code, and iteration (ranks may be one iteration apart)."""
+    if other is None or one[1] is None or other[1] is None:
+        return False
+    return one[0] == other[0] and abs(one[1] - other[1]) <= 1

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
+from slurm_resil.launch.drains import Drains
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
 
 
@@ -87,8 +88,9 @@ class Policy:
         self.history = tuple(history)
         self.phase = Phase.RUNNING
         self.cycle = 0
-        self.sealed = 0
-        self.durable = durable
+        self.drains = Drains(
+            guess_s=rules.drain_guess_s, tries=rules.drain_tries, retry_s=rules.retry_s, durable=durable
+        )
         self.ranks_up = False
         self.budget = RestartBudget(bound=rules.max_restarts)
         self.exit = (0, "")
@@ -99,12 +101,6 @@ class Policy:
         self.stop_at: int | None = None
         self.leave_since: float | None = None
         self.asked = 0
-        # the mover
-        self.moving: int | None = None
-        self.moving_capped = False
-        self.drain_cost_s = rules.drain_guess_s
-        self.drain_next = 0.0
-        self.drain_failures: dict[int, int] = {}
         # nodes
         self.lost: dict[str, str] = {}
         self.probing = False
@@ -130,7 +126,7 @@ class Policy:
             case m.Restored():
                 actions = self._restored(event)
             case m.SealedAll():
-                self.sealed = max(self.sealed, event.iteration)
+                self.drains.sealed = max(self.drains.sealed, event.iteration)
                 actions = [_report("sealed", iteration=event.iteration)]
             case m.SaveFailed():
                 actions = [_report("save_failed", iteration=event.iteration, why=event.why)]
@@ -150,7 +146,7 @@ class Policy:
             case m.RanksEnded():
                 actions = self._ranks_ended(event)
             case m.MoverEnded():
-                actions = self._mover_ended(event, now)
+                actions = self.drains.ended(event, now)
             case m.Asked():
                 actions = self._asked(event, now)
             case m.Continued():
@@ -168,7 +164,7 @@ class Policy:
 
     def _restored(self, event: m.Restored) -> list[m.Action]:
         # more than what is durable: the attempt before had no time to drain it
-        self.sealed, self.durable = event.iteration, event.durable
+        self.drains.sealed, self.drains.durable = event.iteration, event.durable
         actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
@@ -195,13 +191,12 @@ class Policy:
 
     def _stop_reached(self, event: m.StopReached) -> list[m.Action]:
         self.stop_at = event.iteration
-        self.sealed = max(self.sealed, event.iteration)
+        self.drains.sealed = max(self.drains.sealed, event.iteration)
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
-        actions: list[m.Action] = [_report("stop", iteration=event.iteration, saved=event.saved)]
-        if self.moving is not None and (self.moving != event.iteration or self.moving_capped):
-            actions.append(m.CancelDrain(why=f"iteration {event.iteration} is the one to keep, without a cap"))
-        return actions
+        why = f"iteration {event.iteration} is the one to keep, without a cap"
+        report = _report("stop", iteration=event.iteration, saved=event.saved)
+        return [report, *self.drains.cancel(why, unless=event.iteration)]
 
     def _node_lost(self, event: m.NodeLost) -> list[m.Action]:
         if self.phase in (Phase.CONTINUING, Phase.WAITING):
@@ -247,16 +242,16 @@ class Policy:
         why = "; ".join(f"{node}: {self.lost.get(node, 'slurmd does not answer')}" for node in dead)
         self.ended = None
         actions: list[m.Action] = [
-            _report("node_lost", nodes=dead, why=why, durable=self.durable, sealed=self.sealed),
+            _report("node_lost", nodes=dead, why=why, durable=self.drains.durable, sealed=self.drains.sealed),
             m.KillRanks(why=f"lost {', '.join(dead)}"),
+            *self.drains.cancel(f"lost {', '.join(dead)}"),
         ]
-        if self.moving is not None:
-            actions.append(m.CancelDrain(why=f"lost {', '.join(dead)}"))
         if not self.rules.can_continue:
             words = f"lost {', '.join(dead)} and the job cannot be requeued: {self.rules.why_not}"
             return [*actions, *self._finish(EXIT_TRY_AGAIN, words)]
         # what only the dead nodes held is gone: the drained checkpoint counts
-        request = m.Continue(reason="node_loss", bad_nodes=tuple(dead), iteration=self.durable, level=Level.DURABLE)
+        newest = self.drains.durable
+        request = m.Continue(reason="node_loss", bad_nodes=tuple(dead), iteration=newest, level=Level.DURABLE)
         return actions + self._request(request)
 
     def _ranks_ended(self, event: m.RanksEnded) -> list[m.Action]:
@@ -277,9 +272,9 @@ class Policy:
             return []
         if self.phase is Phase.STOPPING:
             # they died on the way to the stop: the newest sealed checkpoint is what there is
-            self.stop_at = max(self.sealed, self.durable)
+            self.stop_at = self.drains.newest
             return [_report("stop", iteration=self.stop_at, words="the ranks died before they saved")]
-        restorable = max(self.sealed, self.durable)
+        restorable = self.drains.newest
         self.budget, why = self.budget.failed(event.verdict, restorable=restorable, at=event.at)
         if why is not None:
             return [_report("give_up", words=why), *self._finishing(event.verdict.code, why)]
@@ -291,24 +286,6 @@ class Policy:
         words = event.verdict.words
         report = _report("restart", cycle=self.cycle, why=words, restart=self.budget.used, of=self.budget.bound)
         return [report, m.StartCycle(cycle=self.cycle, delay_s=delay)]
-
-    def _mover_ended(self, event: m.MoverEnded, now: float) -> list[m.Action]:
-        self.moving = None
-        if event.ok:
-            self.durable = max(self.durable, event.iteration)
-            self.drain_cost_s = event.duration_s
-            self.drain_next = now + event.duration_s  # at most half of the time
-            seconds = round(event.duration_s, 3)
-            return [
-                m.TellDurable(iteration=event.iteration, seconds=event.duration_s),
-                _report("durable", iteration=event.iteration, seconds=seconds),
-            ]
-        if self.phase in (Phase.CONTINUING, Phase.WAITING):
-            return []
-        if self.stop_at is None or event.iteration == self.stop_at:
-            self.drain_failures[event.iteration] = self.drain_failures.get(event.iteration, 0) + 1
-        self.drain_next = now + self.rules.retry_s
-        return [_report("drain_failed", iteration=event.iteration, words=event.words)]
 
     def _asked(self, event: m.Asked, now: float) -> list[m.Action]:
         if self.phase is Phase.WAITING:
@@ -339,12 +316,12 @@ class Policy:
         self.retry_at = now + self.rules.retry_s
         return [_report("requeue_retry", words=event.words)]
 
-    # time and consequences
+    # time
 
     def _advance(self, now: float) -> list[m.Action]:
         if self.phase is Phase.STOPPING and self._leave(now):
             return self._stopped()
-        if self.phase is Phase.FINISHING and self.moving is None and self._target() is None:
+        if self.phase is Phase.FINISHING and self.drains.idle:
             return self._finished()
         if self.phase is Phase.CONTINUING and self.retry_at is not None and now >= self.retry_at:
             self.retry_at = None
@@ -358,7 +335,7 @@ class Policy:
         """Whether the stop is over: everything is done, or the deadline is near."""
         if self.deadline is not None and now >= self.deadline - self.rules.margin_s:
             return True
-        if self.stop_at is None or self.moving is not None or self._target() is not None:
+        if self.stop_at is None or not self.drains.idle:
             return False
         if self.leave_since is None:
             self.leave_since = now
@@ -369,10 +346,9 @@ class Policy:
         if self.ranks_up:
             late = "the deadline is near" if self.stop_at is None else "the stop is saved"
             actions.append(m.KillRanks(why=late))
-        if self.moving is not None:
-            actions.append(m.CancelDrain(why="the deadline is near"))
-        newest = max(self.sealed, self.durable)
-        level = Level.DURABLE if self.durable >= newest else Level.LOCAL
+        actions += self.drains.cancel("the deadline is near")
+        newest = self.drains.newest
+        level = Level.DURABLE if self.drains.durable >= newest else Level.LOCAL
         going_on = self.kinds - {NoticeKind.PERSON, NoticeKind.CADENCE}
         if going_on and self.rules.can_continue:
             reason = str(sorted(going_on)[0])
@@ -389,20 +365,20 @@ class Policy:
     def _finishing(self, code: int, words: str) -> list[m.Action]:
         self.phase = Phase.FINISHING
         self.exit = (code, words)
-        if self.moving is not None and (self.moving != self.sealed or self.moving_capped):
-            return [m.CancelDrain(why=f"iteration {self.sealed} is the last one")]
-        return []
+        last = self.drains.sealed
+        return self.drains.cancel(f"iteration {last} is the last one", unless=last)
 
     def _finished(self) -> list[m.Action]:
         code, words = self.exit
-        if self.sealed > self.durable:
-            words += f"; the checkpoint of iteration {self.sealed} could not be drained and is in the burst buffer only"
+        if self.drains.sealed > self.drains.durable:
+            last = self.drains.sealed
+            words += f"; the checkpoint of iteration {last} could not be drained and is in the burst buffer only"
             code = code or EXIT_FAILED
         return self._finish(code, words, done=self.exit[0] == 0 and code == 0)
 
     def _finish(self, code: int, words: str, *, done: bool = False) -> list[m.Action]:
         self.phase = Phase.DONE
-        report = _report("finished", code=code, words=words, sealed=self.sealed, durable=self.durable)
+        report = _report("finished", code=code, words=words, sealed=self.drains.sealed, durable=self.drains.durable)
         return [report, m.Finish(code=code, words=words, done=done)]
 
     def _request(self, request: m.Continue | m.Hold) -> list[m.Action]:
@@ -425,32 +401,18 @@ class Policy:
         assert self.request is not None
         return [_report("requeue_retry", words=words), *self._request(self.request)]
 
-    # the mover
-
-    def _target(self) -> int | None:
-        """Checkpoint that should become durable next."""
-        newest = self.sealed
-        if newest <= self.durable or self.drain_failures.get(newest, 0) >= self.rules.drain_tries:
-            return None
-        return newest
-
     def _maybe_drain(self, now: float) -> list[m.Action]:
-        target = self._target()
-        if target is None or self.moving is not None or self.lost or self.ended is not None:
-            return []
-        if self.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.FINISHING):
-            return []
-        final = self.stop_at is not None or self.phase is Phase.FINISHING
-        failed = self.drain_failures.get(target, 0) > 0
-        if self.phase is Phase.STOPPING and not final:
-            # wait for the checkpoint of the stop as long as there is time for it
-            if self.deadline is None or now < self.deadline - self.rules.margin_s - self.drain_cost_s - 1.0:
-                return []
-        elif now < self.drain_next and (failed or not final):
-            return []
-        self.moving = target
-        self.moving_capped = not final and self.phase is not Phase.STOPPING
-        return [m.Drain(iteration=target, capped=self.moving_capped)]
+        if self.lost or self.ended is not None:
+            return []  # nodes are in question
+        if self.phase is Phase.RUNNING:
+            return self.drains.start(now, final=False)
+        if self.phase is Phase.FINISHING or (self.phase is Phase.STOPPING and self.stop_at is not None):
+            return self.drains.start(now, final=True)
+        # the checkpoint of the stop is waited for as long as there is time to drain another one instead
+        spare_s = self.rules.margin_s + self.drains.cost_s + 1.0
+        if self.phase is Phase.STOPPING and self.deadline is not None and now >= self.deadline - spare_s:
+            return self.drains.start(now, final=True)
+        return []
 
 
 def _report(event: str, **fields: object) -> m.Report:

@@ -275,19 +275,12 @@ class LocalRanks:
         if first is None:
             self._ended(Verdict(code=0, words="all ranks ended well"))
             return
-        words = f"task {first.task} on {first.node} {first.how}"
+        words = f"rank {first.task} on {first.node} {first.how}"
         self._ended(
             Verdict(
                 code=first.code, task=first.task, rank=first.task, node=first.node, signal=first.signal, words=words
             )
         )
-
-
-def drained_seconds(lines: Sequence[str], fallback_s: float) -> float:
-    """What the mover says its drain took; ``fallback_s`` if it says nothing."""
-    last = last_json(lines)
-    seconds = last.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) else fallback_s
 
 
 def last_json(lines: Sequence[str]) -> Mapping[str, object]:

@@ -28,11 +28,12 @@ from slurm_resil.launch.commands import Job
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.records import Attempt, EventLog
 from slurm_resil.launch.starters import Starter
-from slurm_resil.launch.steps import Step, drained_seconds, last_json
+from slurm_resil.launch.steps import Step, last_json
 from slurm_resil.launch.verdict import Verdict
 
 TICK_S = 0.1
 WATCH_S = 1.0
+BEAT_S = 1.2
 GOODBYE_S = 5.0
 JOIN_GRACE_S = 3.0  # from the end of an agents' step until its silent nodes are looked at
 log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ SPOKEN = {
     "stop": "all ranks stop; iteration {iteration} is sealed",
     "ranks_ended": "the ranks ended: {words}",
     "restart": "starting the ranks again, {restart} of {of} without progress",
-    "give_up": "no restart: {words}",
     "agent_lost": "the agent of {node} is gone ({why}), starting another one",
     "node_lost": "lost {nodes} ({why}); iteration {durable} is durable",
     "held": "the job will be held: {reason}",
@@ -214,16 +214,18 @@ class Supervisor:
 
     def _ranks_ended(self, verdict: Verdict) -> None:
         """Thread. Through the leader's queue: what it said before the ranks could end is heard before their end."""
-        at = self._leader.iteration
+        at = None
+        if not verdict.ok:
+            # agents report where the ranks were once a second; they look at the page, dead ranks or not
+            self._over.wait(BEAT_S)
+            at = self._leader.iteration or None
         self._leader.events.put(_Host(event=m.RanksEnded(verdict=verdict, at=at)))
 
     def _mover_ended(self, iteration: int, code: int, lines: Sequence[str], seconds: float) -> None:
         """Thread."""
         last = last_json(lines)
         words = "" if code == 0 else str(last.get("error") or next(reversed([*lines]), f"exit code {code}"))
-        self._inbox.put(
-            m.MoverEnded(iteration=iteration, ok=code == 0, duration_s=drained_seconds(lines, seconds), words=words)
-        )
+        self._inbox.put(m.MoverEnded(iteration=iteration, ok=code == 0, duration_s=seconds, words=words))
 
     def _agents_ended(self, nodes: Sequence[str], code: int) -> None:
         """Thread. An srun may die and its agents live: only nodes whose agent is not heard are in question."""
@@ -279,6 +281,7 @@ class Supervisor:
             say(f"WARNING: {why}")
         words = SPOKEN.get(name)
         if words is not None:
+            values = {"attempt": self._job.info.attempt, **values}
             flat = {key: ", ".join(value) if isinstance(value, list) else value for key, value in values.items()}
             say(words.format(**flat))
 

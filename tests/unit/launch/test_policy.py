@@ -67,6 +67,7 @@ def test_end_drains_what_is_not_durable_yet():
     b.on(m.SealedAll(iteration=10))
     b.on(m.SealedAll(iteration=20))
     assert kinds(b.on(m.RanksEnded(verdict=OK))) == [m.CancelDrain]
+    assert b.tick(1.0) == []  # once
     b.drained(10, ok=False)
     assert m.Drain(iteration=20, capped=False) in b.asked
     actions = b.drained(20)
@@ -78,8 +79,8 @@ def test_a_last_checkpoint_that_cannot_be_drained_is_said_and_fails_the_job():
     b.on(m.SealedAll(iteration=10))
     b.on(m.RanksEnded(verdict=OK))
     for _ in range(6):
-        if b.policy.moving:
-            b.drained(b.policy.moving, ok=False)
+        if b.policy.drains.moving:
+            b.drained(b.policy.drains.moving, ok=False)
         b.tick(4)
     finish = b.asked[-1]
     assert isinstance(finish, m.Finish)
@@ -125,7 +126,7 @@ def test_at_the_deadline_the_requeue_goes_out_with_what_there_is():
 
 def test_d3_ranks_that_never_arrive_the_last_sealed_checkpoint_is_drained_in_time():
     b = Bench()
-    b.policy.drain_next = 1e9  # not by cadence
+    b.policy.drains._next = 1e9  # not by cadence
     b.on(m.SealedAll(iteration=40))
     b.notice(deadline=20.0)
     assert b.tick(9.0) == []
@@ -191,7 +192,7 @@ def test_node_loss_is_confirmed_then_continued_without_the_node():
     b.on(m.SealedAll(iteration=40))
     b.drained(40)
     b.on(m.SealedAll(iteration=50), 5.0)
-    assert b.policy.moving == 50
+    assert b.policy.drains.moving == 50
     assert kinds(b.on(m.NodeLost(node="n2", why="connection closed"))) == [m.Probe]
     actions = b.probed("n2")
     assert kinds(actions) == [m.KillRanks, m.CancelDrain, m.Continue]
@@ -236,7 +237,7 @@ def test_failing_ranks_restart_in_the_allocation_up_to_the_budget():
     delays = []
     for cycle in range(3):
         b.on(m.Restored(iteration=0, cycle=cycle))
-        b.on(m.RanksEnded(verdict=BAD, at=10 + cycle))
+        b.on(m.RanksEnded(verdict=BAD, at=10 + 5 * cycle))
         delays += [a.delay_s for a in b.probed() if isinstance(a, m.StartCycle)]
     assert delays == [0.0, 1.0]
     finish = b.asked[-1]
@@ -343,7 +344,7 @@ def test_any_order_of_events_keeps_the_invariants(seed):
         for action in actions:
             if isinstance(action, m.Drain):
                 assert moving is None, "two movers"
-                assert action.iteration > b.policy.durable
+                assert action.iteration > b.policy.drains.durable
                 moving = action.iteration
             if isinstance(action, m.StartCycle):
                 assert not handed_over, "ranks started after the job was handed over"

@@ -1,0 +1,143 @@
+"""``slurm-resil run``: launch and supervise the ranks of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import click
+
+from slurm_resil.core import log
+from slurm_resil.launch import layout as places
+from slurm_resil.launch import records, setup
+from slurm_resil.launch.cluster import Cluster
+from slurm_resil.launch.policy import Policy
+from slurm_resil.launch.starters import LocalStarter, SrunStarter, Starter
+from slurm_resil.launch.supervise import Supervisor, newest_durable
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.option("--every", type=click.IntRange(min=1), help="Checkpoint every N iterations.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Default: SLURM_NTASKS_PER_NODE, or 1.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Run ranks on so many nodes of the allocation. Default: all.")
+@click.option("--run-id", help="Name of the run over all its requeues. Default: the job id.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help="Without progress.")
+@click.option(
+    "--max-idle-attempts",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Attempts in a row that gain no iteration, before the job is held.",
+)
+@click.option("--srun-arg", "srun_args", multiple=True, help="More srun arguments for the ranks; repeatable.")
+@click.option(
+    "--cap", type=click.FloatRange(min=1), help="Limit of drains while training, bytes/s, all nodes together."
+)
+@click.option("--local", is_flag=True, help="Without Slurm, on this host alone: for development.")
+@click.option("--dry-run", is_flag=True, help="Print the layout and the command lines, start nothing.")
+@click.argument("command", nargs=-1, required=True)
+def run(
+    every: int | None,
+    ranks_per_node: int | None,
+    nodes: int | None,
+    run_id: str | None,
+    max_restarts: int,
+    max_idle_attempts: int,
+    srun_args: tuple[str, ...],
+    cap: float | None,
+    local: bool,
+    dry_run: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND once per rank, and keep it alive: `slurm-resil run --every 500 -- python train.py`.
+
+    Ends with the ranks' exit code (128 + signal), with 0 when the training is complete, and with 75 when it was saved
+    and asked to stop, and goes on later.
+    """
+    wishes = setup.Wishes(
+        local=local,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        every=every,
+        run_id=run_id,
+        srun_args=srun_args,
+        max_restarts=max_restarts,
+        max_idle_attempts=max_idle_attempts,
+    )
+    env = dict(os.environ)
+    allocation = (setup.local_allocation if local else setup.slurm_allocation)(env, wishes)
+    cluster = setup.find_cluster(allocation, env, wishes)
+    run_dir = setup.run_dir_of(env, allocation.run_id)
+    if not dry_run:
+        setup.make_run_dir(run_dir)
+    layout = setup.place_ranks(allocation, wishes, run_dir)
+    if dry_run:
+        job = setup.make_job(
+            allocation, layout, wishes=wishes, env=env, run_dir=run_dir, addresses={}, leader="HOST:PORT"
+        )
+        starter: Starter = LocalStarter(job) if local else SrunStarter(job, cluster)
+        click.echo("\n".join(setup.dry_run_lines(starter.lines(command), layout)))
+        return
+    sys.exit(_supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap))
+
+
+def _supervise(
+    wishes: setup.Wishes,
+    env: dict[str, str],
+    allocation: setup.Allocation,
+    cluster: Cluster,
+    run_dir: str,
+    layout: places.Layout,
+    command: tuple[str, ...],
+    cap: float | None,
+) -> int:
+    from slurm_resil.agent.leader import Leader
+
+    attempt = allocation.attempt
+    with contextlib.ExitStack() as stack:
+        launcher_log = stack.enter_context(open(os.path.join(run_dir, "launcher.log"), "a", encoding="utf-8"))
+        agent_log = stack.enter_context(open(os.path.join(run_dir, f"agents-{attempt}.log"), "ab"))
+        log.configure(launcher_log)
+        events = records.EventLog(run_dir, attempt)
+        rules, warning = setup.rules(cluster, wishes)
+        past = records.history(run_dir, attempt)
+        record = records.Attempt(run_dir, attempt, job_id=allocation.job_id, nodes=layout.nodes)
+        record.update()
+        places.save(run_dir, layout, attempt)
+        probe = setup.make_job(allocation, layout, wishes=wishes, env=env, run_dir=run_dir, addresses={}, leader="")
+        leader = Leader(
+            info=probe.info,
+            nodes=layout.nodes,
+            ranks_per_node=layout.ranks_per_node,
+            run_dir=run_dir,
+            host="127.0.0.1" if wishes.local else setup.own_address(cluster, allocation),
+            interval_s=None,
+        )
+        job = setup.make_job(
+            allocation,
+            layout,
+            wishes=wishes,
+            env=env,
+            run_dir=run_dir,
+            addresses=cluster.addresses(layout.nodes),
+            leader=leader.address,
+        )
+        starter: Starter = LocalStarter(job, agent_log) if wishes.local else SrunStarter(job, cluster, agent_log)
+        supervisor = Supervisor(
+            job=job,
+            command=command,
+            policy=Policy(layout.nodes, rules, durable=newest_durable(run_dir), history=past),
+            leader=leader,
+            cluster=cluster,
+            starter=starter,
+            events=events,
+            attempt=record,
+            cap_bytes_s=cap,
+        )
+        supervisor.report(
+            "attempt_start", job_id=allocation.job_id, nodes=list(layout.nodes), ranks_per_node=layout.ranks_per_node
+        )
+        if warning:
+            supervisor.report("warning", words=warning)
+        return supervisor.run()

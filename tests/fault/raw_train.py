@@ -1,0 +1,66 @@
+"""A training script without torch, for tests of the launcher: `raw_train.py --iterations 50 --pace 0.05 ...`.
+
+Every rank's state follows from the iteration and the state before, so its digest at the end tells whether anything was
+lost, repeated or mixed. Output: JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from raw import RawState
+
+from slurm_resil.agent.place import from_env
+from slurm_resil.format.manifest import digest
+from slurm_resil.session import Checkpointer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--pace", type=float, default=0.05)
+    parser.add_argument("--fail", action="append", default=[], help="RANK:ITERATION:CODE[:once]; CODE -9: by SIGKILL")
+    parser.add_argument("--deaf-from", type=int, help="stop calling step() at this iteration: as if blocked")
+    parser.add_argument("--linger", action="store_true", help="do not end after a stop")
+    options = parser.parse_args()
+    place = from_env(os.environ)
+    state = RawState(place)
+    fails = [fail.split(":") for fail in options.fail]
+
+    def say(**fields: object) -> None:
+        print(json.dumps({"rank": place.rank, "node": place.node, **fields}), flush=True)
+
+    with Checkpointer(place, lambda slots, private: state, every=place.every) as checkpointer:
+        start = checkpointer.restore(timeout_s=60)
+        say(start=start, loaded=state.loaded, cycle=place.info.cycle, attempt=place.info.attempt, pid=os.getpid())
+        for number in range(start + 1, options.iterations + 1):
+            for rank, at, code, *once in fails:
+                marker = Path(place.run_dir, f"failed-{rank}-{at}")
+                if (place.rank, number) == (int(rank), int(at)) and not (once and marker.exists()):
+                    marker.touch()
+                    if int(code) < 0:
+                        os.kill(os.getpid(), -int(code))
+                    return int(code)
+            while options.deaf_from is not None and number >= options.deaf_from:
+                time.sleep(0.1)
+            state.train(number)
+            time.sleep(options.pace)
+            if checkpointer.step(number):
+                say(stopped=number)
+                while options.linger:
+                    signal.pause()
+                return 0
+        say(finished=options.iterations, digest=digest(state.data))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
