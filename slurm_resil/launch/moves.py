@@ -84,6 +84,14 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentsRefused(Event):
+    """Agents ended at once, for a reason that starting them again does not change: a bad configuration."""
+
+    code: int
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Probed(Event):
     """Answer to a Probe: which slurmd answer."""
 

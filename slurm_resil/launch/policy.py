@@ -15,13 +15,14 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.drains import Drains
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
+from slurm_resil.launch.verdict import Verdict
 
 
 class Phase(enum.StrEnum):
@@ -107,6 +108,7 @@ class Policy:
         self.probes = 0
         self.agent_restarts: dict[str, int] = {}
         self.ended: m.RanksEnded | None = None
+        self.killed_why = ""
         # the requeue
         self.request: m.Continue | m.Hold | None = None
         self.retry_at: float | None = None
@@ -141,6 +143,8 @@ class Policy:
                 actions = []
             case m.NodeLost():
                 actions = self._node_lost(event)
+            case m.AgentsRefused():
+                actions = self._agents_refused(event)
             case m.Probed():
                 actions = self._probed(event, now)
             case m.RanksEnded():
@@ -204,6 +208,11 @@ class Policy:
         self.lost[event.node] = event.why
         return self._probe(f"{event.node}: {event.why}")
 
+    def _agents_refused(self, event: m.AgentsRefused) -> list[m.Action]:
+        if self.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return []
+        return [m.KillRanks(why=event.words), *self._finish(event.code, event.words)]
+
     def _probe(self, why: str, delay_s: float = 0.0) -> list[m.Action]:
         if self.probing:
             return []
@@ -231,6 +240,7 @@ class Policy:
             used = self.agent_restarts.get(node, 0)
             if used >= self.rules.agent_restarts:
                 words = f"the agent of {node} ended {used + 1} times ({why}) although the node is there"
+                self.killed_why = words
                 actions += [_report("agent_given_up", node=node, why=why), m.KillRanks(why=words)]
             else:
                 self.agent_restarts[node] = used + 1
@@ -256,6 +266,9 @@ class Policy:
 
     def _ranks_ended(self, event: m.RanksEnded) -> list[m.Action]:
         self.ranks_up = False
+        if self.killed_why and not event.verdict.ok:  # by us: what srun says of it is no news
+            event = replace(event, verdict=Verdict(code=EXIT_FAILED, words=self.killed_why))
+        self.killed_why = ""
         verdict = event.verdict
         actions: list[m.Action] = [
             _report("ranks_ended", code=verdict.code, rank=verdict.rank, node=verdict.node, words=verdict.words)

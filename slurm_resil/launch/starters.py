@@ -17,14 +17,15 @@ from slurm_resil.launch.verdict import Verdict
 
 MARK_S = 10.0
 
+AgentsEnded = Callable[[int, Sequence[str]], None]
 MoverEnded = Callable[[int, Sequence[str], float], None]
 
 
 class Starter(Protocol):
     """See the module. Callbacks come in other threads."""
 
-    def agents(self, cycle: int, nodes: Sequence[str], ended: Callable[[int], None]) -> Step:
-        """Start the agents of some nodes; ``ended`` gets srun's exit code."""
+    def agents(self, cycle: int, nodes: Sequence[str], ended: AgentsEnded) -> Step:
+        """Start the agents of some nodes; ``ended`` gets exit code and lines of errors."""
         ...
 
     def ranks(self, cycle: int, command: Sequence[str], ended: Callable[[Verdict], None]) -> Step:
@@ -56,12 +57,14 @@ class SrunStarter:
     def __init__(self, job: Job, cluster: Cluster, agent_log: IO[bytes] | None = None) -> None:
         self._job, self._cluster, self._agent_log = job, cluster, agent_log
 
-    def agents(self, cycle: int, nodes: Sequence[str], ended: Callable[[int], None]) -> Step:
+    def agents(self, cycle: int, nodes: Sequence[str], ended: AgentsEnded) -> Step:
         """See Starter."""
         command = commands.agents(self._job, cycle, nodes)
         kill = self._slurm_kill("resil-agent")
         log = self._agent_log
-        return Process(command, stdout=log, stderr=log, ended=lambda _, code: ended(code), slurm_kill=kill)
+        return Process(
+            command, stdout=log, stderr=log, ended=lambda step, code: ended(code, step.lines), slurm_kill=kill
+        )
 
     def ranks(self, cycle: int, command: Sequence[str], ended: Callable[[Verdict], None]) -> Step:
         """See Starter."""
@@ -134,10 +137,10 @@ class LocalStarter:
         argv = [*commands.mover_args(self._job, iteration, cap_bytes_s, finish=finish), "--transport", "local"]
         return Command(argv=tuple(argv), env=self._env(0), title=f"drain of iteration {iteration}")
 
-    def agents(self, cycle: int, nodes: Sequence[str], ended: Callable[[int], None]) -> Step:
+    def agents(self, cycle: int, nodes: Sequence[str], ended: AgentsEnded) -> Step:
         """See Starter."""
         log = self._agent_log
-        return Process(self._agent(cycle), stdout=log, stderr=log, ended=lambda _, code: ended(code))
+        return Process(self._agent(cycle), stdout=log, stderr=log, ended=lambda step, code: ended(code, step.lines))
 
     def ranks(self, cycle: int, command: Sequence[str], ended: Callable[[Verdict], None]) -> Step:
         """See Starter."""

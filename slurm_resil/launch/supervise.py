@@ -19,7 +19,7 @@ from slurm_resil.agent import events as e
 from slurm_resil.agent.leader import Leader
 from slurm_resil.agent.survey import drained_iterations
 from slurm_resil.core import paths
-from slurm_resil.core.errors import NotPermittedError, ResilError
+from slurm_resil.core.errors import EXIT_CONFIG, NotPermittedError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Notice
 from slurm_resil.launch import moves as m
@@ -227,8 +227,13 @@ class Supervisor:
         words = "" if code == 0 else str(last.get("error") or next(reversed([*lines]), f"exit code {code}"))
         self._inbox.put(m.MoverEnded(iteration=iteration, ok=code == 0, duration_s=seconds, words=words))
 
-    def _agents_ended(self, nodes: Sequence[str], code: int) -> None:
+    def _agents_ended(self, nodes: Sequence[str], code: int, lines: Sequence[str]) -> None:
         """Thread. An srun may die and its agents live: only nodes whose agent is not heard are in question."""
+        if code == EXIT_CONFIG and not self._present.intersection(nodes):
+            words = next((line.partition("slurm-resil: ")[2] for line in lines if "slurm-resil: " in line), "")
+            words = f"no agent can start: {words or 'see the log of the agents'}"
+            self._inbox.put(m.AgentsRefused(code=code, words=words))
+            return
         if self._over.wait(JOIN_GRACE_S):
             return
         for node in nodes:
@@ -292,7 +297,7 @@ class Supervisor:
             say(f"WARNING: cannot write the record of this attempt: {error}")
 
     def _start_agents(self, cycle: int, nodes: Sequence[str]) -> None:
-        step = self._starter.agents(cycle, nodes, lambda code: self._agents_ended(nodes, code))
+        step = self._starter.agents(cycle, nodes, lambda code, lines: self._agents_ended(nodes, code, lines))
         self._agents.append(step)
 
     def _start_ranks(self, cycle: int) -> None:

@@ -207,6 +207,16 @@ def test_n4_a_silent_agent_on_a_healthy_node_is_only_a_dead_agent():
         assert b.probed() == [m.RestartAgent(node="n2")]
     b.on(m.NodeLost(node="n2", why="no heartbeat for 5 s"))
     assert kinds(b.probed()) == [m.KillRanks]  # bounded
+    b.on(m.RanksEnded(verdict=Verdict(code=137, rank=1, words="rank 1 was killed")))
+    b.probed()
+    assert b.policy.budget.last == ((None, 1), None)  # no rank is blamed for it
+
+
+def test_agents_that_can_never_start_end_the_job_with_their_reason():
+    b = Bench()
+    actions = b.on(m.AgentsRefused(code=78, words="no agent can start: cannot use the burst buffer /bb"))
+    assert kinds(actions) == [m.KillRanks, m.Finish]
+    assert (actions[-1].code, "/bb" in actions[-1].words) == (78, True)
 
 
 def test_an_agent_that_comes_back_before_the_answer_is_left_alone():
