@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,6 @@ TIMEOUT_S = 20.0
 PING_S = 2.0
 PING_AGAIN_S = 0.5
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
-# Slurm's kill sends SIGTERM to every process of the batch step; a requeue that is being asked for must go on
-SHIELD = "import os,signal,sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
 _REFUSED = (
     "access/permission denied",
     "invalid user id",
@@ -223,9 +221,12 @@ class SlurmCluster:
         program = shutil.which(argv[0], path=self._env.get("PATH", os.defpath))
         if program is None:
             raise ConfigError(f"{argv[0]} is not found", mend="put Slurm's commands on PATH inside the job")
+        # Slurm's kill sends SIGTERM to every process of the batch step, and the update that follows a requeue must go
+        # on: the command inherits the mask of this thread
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", SHIELD, program, *argv[1:]],
+                [program, *argv[1:]],
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -235,6 +236,8 @@ class SlurmCluster:
             )
         except subprocess.TimeoutExpired as error:
             raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s", job=self._job_id) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if done.returncode != 0:
             words = (done.stderr or done.stdout).strip() or f"{argv[0]} ended with code {done.returncode}"
             if any(text in words.lower() for text in _REFUSED):
