@@ -78,6 +78,14 @@ def fill(env: MutableMapping[str, str]) -> None:
     )
 
 
+def die_with_parent() -> None:
+    """Be killed when the launcher is, without Slurm to do that; holds over exec."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+
+
 def run(argv: Sequence[str], env: MutableMapping[str, str]) -> NoReturn:
     """Become the command."""
     try:
@@ -87,6 +95,8 @@ def run(argv: Sequence[str], env: MutableMapping[str, str]) -> NoReturn:
         sys.exit(EXIT_CONFIG)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    if LOCAL_RANK in env:
+        die_with_parent()
     try:
         os.execvpe(argv[0], list(argv), env)  # noqa: S606 - the user's own command, as the user
     except FileNotFoundError:

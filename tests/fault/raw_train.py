@@ -36,7 +36,8 @@ def main() -> int:
     fails = [fail.split(":") for fail in options.fail]
 
     def say(**fields: object) -> None:
-        print(json.dumps({"rank": place.rank, "node": place.node, **fields}), flush=True)
+        sys.stdout.write(json.dumps({"rank": place.rank, "node": place.node, **fields}) + "\n")  # one write
+        sys.stdout.flush()
 
     with Checkpointer(place, lambda slots, private: state, every=place.every) as checkpointer:
         start = checkpointer.restore(timeout_s=60)
