@@ -1,0 +1,333 @@
+"""Where bytes come from at a restore: a slot of the burst buffer, or a drained file. Both verify before they give."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+import xxhash
+
+from slurm_resil.ckpt import dtypes, seal
+from slurm_resil.ckpt.state import Array
+from slurm_resil.core.errors import DataError, StateError
+from slurm_resil.format import layout
+from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Extent, Item, ShardManifest
+
+CACHE_BYTES = 256 << 20  # verified blocks that are kept between checking and copying
+ROW_BYTES = 1 << 20  # rows of at least this size are read one by one where only a part of each is needed
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # local start, global start, shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """What is needed of one item.
+
+    Attributes:
+        name: The item.
+        dtype: Type that the place in the state has.
+        local_shape: Shape of the place.
+        global_shape: Shape of the whole tensor.
+        extents: Which boxes of the whole are wanted, and where they go; empty with ``whole`` for all of it.
+        where: Path in the state, for a person.
+    """
+
+    name: str
+    dtype: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    whole: bool
+    where: str
+
+
+class Source(Protocol):
+    """A checkpoint to restore from."""
+
+    def misfit(self, want: Want) -> str:
+        """Say why an item cannot go where it is wanted; empty if it can. Reads no data."""
+
+    def verify(self, wants: Sequence[Want]) -> None:
+        """Read everything that is wanted and compare it with its hashes.
+
+        Raises:
+            DataError: Something is not what it claims to be.
+        """
+
+    def fill(self, want: Want, target: torch.Tensor | Array) -> None:
+        """Copy verified bytes into a tensor or array of the wanted type and local shape, in place.
+
+        Raises:
+            DataError: The bytes changed since they were verified.
+        """
+
+
+def _copy_in(target: torch.Tensor | Array, data: Array) -> None:
+    """Copy raw bytes (uint8, 1-d, contiguous) into a target of any strides and device."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, data.view(target.dtype).reshape(target.shape), casting="no")
+        return
+    with torch.no_grad():
+        target.copy_(torch.from_numpy(data).view(target.dtype).reshape(target.shape))
+
+
+class LocalSource:
+    """A sealed shard in a slot of this node. Use as a context manager.
+
+    Attributes:
+        read_bytes: Bytes of the items that were given.
+    """
+
+    def __init__(self, job_dir: str, manifest: ShardManifest) -> None:
+        self._manifest = manifest
+        self._items: dict[str, Item] = {item.name: item for item in manifest.items}
+        self._where = seal.slot_path(job_dir, manifest)
+        self._stack = contextlib.ExitStack()
+        self._map, _ = self._stack.enter_context(seal.mapped(job_dir, manifest))
+        self.read_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def misfit(self, want: Want) -> str:
+        """See Source."""
+        item = self._items.get(want.name)
+        if item is None:
+            raise DataError(f"{self._where}: the manifest's values name {want.name}, its items do not", fault="torn")
+        if item.dtype != want.dtype:
+            return f"{want.where}: {item.dtype} in the checkpoint, {want.dtype} in the state"
+        if item.global_shape != want.global_shape:
+            return f"{want.where}: shape {item.global_shape} in the checkpoint, {want.global_shape} in the state"
+        same = item.extents == want.extents if item.sharing == "sharded" else want.whole
+        if item.shape != want.local_shape or not (same or _covers(item.extents, item.shape, want)):
+            return f"{want.where}: another part of the tensor is in the checkpoint than in the state"
+        return ""
+
+    def verify(self, wants: Sequence[Want]) -> None:
+        """See Source."""
+        items = [self._items[name] for name in dict.fromkeys(want.name for want in wants)]
+        seal.check_items(self._map, self._manifest, items, self._where)
+
+    def fill(self, want: Want, target: torch.Tensor | Array) -> None:
+        """See Source."""
+        item = self._items[want.name]
+        if item.offset is None:
+            return
+        _copy_in(target, np.frombuffer(self._map, np.uint8, item.nbytes, item.offset))
+        self.read_bytes += item.nbytes
+
+    def check_again(self) -> None:
+        """Check that the slot was not written meanwhile.
+
+        Raises:
+            DataError: It was.
+        """
+        seal.check_stamp(self._map, self._manifest, self._where)
+
+
+def _covers(extents: Sequence[Extent], shape: tuple[int, ...], want: Want) -> bool:
+    """Whether two descriptions mean the same part: one box that is the whole tensor equals ``whole``."""
+    zero = (0,) * len(shape)
+    all_of_it = (Extent(local=zero, start=zero, shape=shape),)
+    mine = tuple(extents) or all_of_it
+    theirs = want.extents or (all_of_it if want.whole else ())
+    return shape == want.global_shape and mine == theirs
+
+
+class DrainedSource:
+    """A drained file, read by the blocks that are needed. Use as a context manager.
+
+    Args:
+        run_dir: Run's directory on the parallel file system.
+        manifest: What it holds.
+        rank: Whose private items are wanted: a rank of the old world, or None where they are out of reach.
+
+    Attributes:
+        read_bytes: Bytes that were read from the file, in blocks.
+        wanted_bytes: Bytes that were asked for.
+    """
+
+    def __init__(self, run_dir: str, manifest: DrainedManifest, rank: int | None) -> None:
+        self._manifest, self._rank = manifest, rank
+        self._path = os.path.join(run_dir, os.path.basename(manifest.file))
+        self._global = {item.name: item for item in manifest.items if item.rank is None}
+        self._private: dict[tuple[int | None, str], DrainedItem] = {
+            (item.rank, item.name): item for item in manifest.items if item.rank is not None
+        }
+        self._cache: dict[int, memoryview] = {}
+        self.read_bytes = self.wanted_bytes = 0
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise DataError(f"{self._path} is missing", fault="missing") from error
+        try:
+            seal.check_drained_size(self._path, os.fstat(self._fd).st_size, manifest)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        self._cache.clear()
+
+    def is_global(self, name: str) -> bool:
+        """Whether an item is one for all ranks."""
+        return name in self._global
+
+    def values(self, rank: int) -> bytes:
+        """Read the plain values of a rank of the old world, verified.
+
+        Raises:
+            DataError: There are none, or they do not match their hash.
+        """
+        item = self._private.get((rank, layout.VALUES))
+        if item is None or item.offset is None:
+            raise DataError(f"{self._path} has no values of rank {rank}", fault="torn")
+        return self._range(item.offset, item.nbytes).tobytes()
+
+    def _find(self, name: str) -> DrainedItem | None:
+        return self._global.get(name) or self._private.get((self._rank, name))
+
+    def misfit(self, want: Want) -> str:
+        """See Source."""
+        item = self._find(want.name)
+        if item is None:
+            raise DataError(f"{self._path}: the values name {want.name}, the items do not", fault="torn")
+        if item.dtype != want.dtype:
+            return f"{want.where}: {item.dtype} in the checkpoint, {want.dtype} in the state"
+        if item.shape != want.global_shape:
+            return f"{want.where}: shape {item.shape} in the checkpoint, {want.global_shape} in the state"
+        return ""
+
+    def verify(self, wants: Sequence[Want]) -> None:
+        """See Source."""
+        for want in wants:
+            item = self._find(want.name)
+            if item is not None and item.offset is not None:
+                for _, start, count, _ in self._pieces(item, want):
+                    self._check(item.offset + start, count)
+
+    def fill(self, want: Want, target: torch.Tensor | Array) -> None:
+        """See Source."""
+        item = self._find(want.name)
+        size = layout.nbytes(want.dtype, want.local_shape)
+        if item is None or item.offset is None or size == 0:
+            return
+        unit = layout.itemsize(want.dtype)
+        local = np.empty((*want.local_shape, unit), np.uint8)
+        for at, start, count, (box, strides) in self._pieces(item, want):
+            data = self._range(item.offset + start, count)
+            view = np.lib.stride_tricks.as_strided(data, (*box, unit), (*strides, 1), writeable=False)
+            place = tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))
+            local[place] = view
+        _copy_in(target, local.reshape(-1))
+        self.wanted_bytes += size
+
+    def _pieces(
+        self, item: DrainedItem, want: Want
+    ) -> Iterator[tuple[tuple[int, ...], int, int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Cut what is wanted into ranges of the file that are read at once.
+
+        Yields:
+            Place in the local tensor; start and length of a range in the item's bytes; shape of the box in it and its
+            strides in bytes.
+        """
+        unit = layout.itemsize(item.dtype)
+        strides = [unit] * len(item.shape)
+        for dim in range(len(item.shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * item.shape[dim + 1]
+        zero = (0,) * len(item.shape)
+        whole = (Extent(local=zero, start=zero, shape=item.shape),)
+        for extent in whole if want.whole else want.extents:
+            if 0 not in extent.shape:
+                for local, start, box in _cut((extent.local, extent.start, extent.shape), item.shape, strides):
+                    first = sum(s * stride for s, stride in zip(start, strides, strict=True))
+                    last = sum((n - 1) * stride for n, stride in zip(box, strides, strict=True))
+                    yield local, first, last + unit, (box, tuple(strides))
+
+    def _range(self, offset: int, count: int) -> Array:
+        """Read a range, verified."""
+        size = self._manifest.block_bytes
+        first, last = offset // size, (offset + count - 1) // size
+        if first == last:
+            start = offset - first * size
+            return np.frombuffer(self._block(first), np.uint8, count, start)
+        out = np.empty(count, np.uint8)
+        for index in range(first, last + 1):
+            block = np.frombuffer(self._block(index), np.uint8)
+            start, stop = max(offset, index * size), min(offset + count, index * size + len(block))
+            out[start - offset : stop - offset] = block[start - index * size : stop - index * size]
+        return out
+
+    def _check(self, offset: int, count: int) -> None:
+        size = self._manifest.block_bytes
+        for index in range(offset // size, (offset + count - 1) // size + 1):
+            self._block(index)
+
+    def _block(self, index: int) -> memoryview:
+        """Read a block and compare it with its hash; the newest ones are kept."""
+        cached = self._cache.pop(index, None)
+        if cached is None:
+            manifest = self._manifest
+            start = index * manifest.block_bytes
+            cached = memoryview(bytearray(min(manifest.block_bytes, manifest.file_bytes - start)))
+            done = 0
+            while done < len(cached):
+                got = os.preadv(self._fd, [cached[done:]], start + done)
+                if got == 0:
+                    raise DataError(f"{self._path} is truncated at byte {start + done}", fault="truncated")
+                done += got
+            self.read_bytes += done
+            if xxhash.xxh3_128_hexdigest(cached) != manifest.blocks[index]:
+                raise seal.flipped_block(self._path, manifest, index)
+            while (len(self._cache) + 1) * manifest.block_bytes > CACHE_BYTES:
+                del self._cache[next(iter(self._cache))]
+        self._cache[index] = cached
+        return cached
+
+
+def _cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -> Iterator[Box]:
+    """Cut a box so that no range in the file spans much that is not wanted, and none is huge."""
+    local, start, size = box
+    inner_full = all(size[d] == shape[d] for d in range(dim + 1, len(shape)))
+    if dim >= len(shape):
+        yield box
+        return
+    if not inner_full and strides[dim] >= ROW_BYTES:
+        for index in range(size[dim]):
+            row = (_moved(local, dim, index), _moved(start, dim, index), (*size[:dim], 1, *size[dim + 1 :]))
+            yield from _cut(row, shape, strides, dim + 1)
+        return
+    rows = max(1, 16 * ROW_BYTES // max(strides[dim], 1))
+    for index in range(0, size[dim], rows):
+        count = min(rows, size[dim] - index)
+        yield _moved(local, dim, index), _moved(start, dim, index), (*size[:dim], count, *size[dim + 1 :])
+
+
+def _moved(at: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
+    return (*at[:dim], at[dim] + by, *at[dim + 1 :])
+
+
+def fresh(dtype: str, shape: Sequence[int], where: str, fields: object = None) -> torch.Tensor | Array:
+    """Make an empty tensor or array in host memory.
+
+    Raises:
+        StateError: This torch does not have the type.
+    """
+    if dtype.startswith("torch."):
+        return torch.empty(tuple(shape), dtype=dtypes.torch_dtype(dtype, where))
+    if dtype == "bytes":
+        return np.empty(tuple(shape), np.uint8)
+    if dtype.startswith("numpy."):
+        return np.empty(tuple(shape), dtypes.numpy_dtype(dtype, fields))
+    raise StateError(f"{where}: {dtype!r} is no type of a tensor")

@@ -1,0 +1,299 @@
+"""`slurm-resil run` in batch jobs of an ordinary user on a real cluster; the state is a few bytes, without torch.
+
+What happened is checked from outside: Slurm's record, and digests that are computed here again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_resil.launch.cluster import fields
+from slurm_resil.sandbox import Sandbox
+
+FAULT = Path(__file__).resolve().parents[1] / "fault"
+ROOT = FAULT.parents[1]
+sys.path.insert(0, str(FAULT))
+
+from nodes import wait_for  # noqa: E402 - found by the line above
+from test_launch import expected  # noqa: E402
+
+pytestmark = pytest.mark.cluster
+SCRIPT = """#!/bin/bash
+export PYTHONPATH={site}:{root} PYTHONDONTWRITEBYTECODE=1 PATH={bin}:$PATH
+python -m slurm_resil run {launcher} --every 10 -- python {train} {options}
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox(cluster_factory: Callable[..., Sandbox]) -> Iterator[Sandbox]:
+    made = cluster_factory(nodes=4, grace_time_s=12)
+    yield made
+    made.down()
+
+
+class Job:
+    """A job under the launcher, watched from outside."""
+
+    def __init__(self, sandbox: Sandbox, *options: str, launcher: str = "", sbatch: tuple[str, ...] = ()) -> None:
+        self.sandbox = sandbox
+        self.dir = sandbox.pfs / f"launch-{time.monotonic_ns()}"
+        self.dir.mkdir()
+        self.dir.chmod(0o777)
+        script = self.dir / "job.sh"
+        script.write_text(
+            SCRIPT.format(
+                site=FAULT / "rawsite",
+                root=ROOT,
+                bin=Path(sys.executable).parent,
+                launcher=launcher,
+                train=FAULT / "raw_train.py",
+                options=" ".join(options),
+            )
+        )
+        argv = ["sbatch", "--parsable", "-N3", "--ntasks-per-node=2", "--requeue", "--open-mode=append", "--time=10"]
+        argv += [f"--chdir={self.dir}", "--output=out.txt", *sbatch, str(script)]
+        self.id = int(sandbox.run(argv, user="alice", cwd=self.dir).stdout)
+        self.run_dir = self.dir / ".slurm-resil" / str(self.id)
+
+    @property
+    def out(self) -> str:
+        path = self.dir / "out.txt"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What the ranks said, each with the label that srun put before it."""
+        found = []
+        for line in self.out.splitlines():
+            label, _, text = line.partition(": ")
+            if text.startswith('{"rank"'):
+                found.append({"label": int(label), **json.loads(text)})
+        return found
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+    def wait_event(self, name: str, count: int = 1, timeout_s: float = 60.0) -> dict[str, Any]:
+        wait_for(f"{count} x {name}\n{self.out}", lambda: len(self.named(name)) >= count, timeout_s)
+        return self.named(name)[count - 1]
+
+    @property
+    def record(self) -> dict[str, str]:
+        done = self.sandbox.run(["scontrol", "-o", "show", "job", str(self.id)], check=False)
+        return fields(done.stdout)
+
+    def wait_state(self, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
+        def reached() -> dict[str, str] | None:
+            time.sleep(0.2)  # each look starts a process
+            record = self.record
+            return record if record.get("JobState") in states else None
+
+        return wait_for(f"{states}, it is {self.record.get('JobState')}\n{self.out}", reached, timeout_s)
+
+    def hurry(self) -> None:
+        """Take away the two minutes that Slurm lets a requeued job wait; it is another part's work to do that."""
+        self.wait_state("PENDING")
+        self.sandbox.run(["scontrol", "update", f"JobId={self.id}", "StartTime=now"])
+
+    def starts(self, attempt: int, cycle: int = 0) -> dict[int, dict[str, Any]]:
+        found = [line for line in self.lines if "start" in line]
+        return {line["rank"]: line for line in found if (line["attempt"], line["cycle"]) == (attempt, cycle)}
+
+    def assert_complete(self, iterations: int, ranks: int = 6) -> None:
+        """The job is over, well, and every rank's state is that of a run without faults."""
+        self.wait_state("COMPLETED", timeout_s=90)
+        digests = {line["rank"]: line["digest"] for line in self.lines if "digest" in line}
+        assert digests == {rank: expected(rank, iterations) for rank in range(ranks)}
+        assert all(line["label"] == line["rank"] for line in self.lines)  # srun's labels are our ranks
+        assert self.events[-1]["event"] == "finished"
+        assert self.events[-1]["durable"] == iterations
+
+
+@pytest.fixture
+def start(sandbox: Sandbox) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(*options: str, **more: Any) -> Job:
+        jobs.append(Job(sandbox, *options, **more))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        sandbox.run(["scancel", str(job.id)], check=False)
+        print(job.out)
+    for job in jobs:
+        job.wait_state("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", timeout_s=60)
+    for node, state in sandbox.node_states().items():
+        if not state.startswith(("idle", "completing")):
+            sandbox.node_restore(node, resume=True)
+
+
+def preempt(sandbox: Sandbox, seconds: int = 1) -> None:
+    argv = ["sbatch", "-p", "urgent", "-N4", "--exclusive", "--time=1", "--output=/dev/null", "--wrap"]
+    sandbox.run([*argv, f"sleep {seconds}"], user="bob")
+
+
+def test_two_ranks_on_each_of_three_nodes(start):
+    job = start("--iterations", "40")
+    job.assert_complete(40)
+    places = job.starts(0)
+    assert [places[rank]["node"] for rank in range(6)] == [f"node{n}" for n in (1, 1, 2, 2, 3, 3)]
+
+
+def test_a_failing_rank_is_named_and_all_start_again_in_the_allocation(start):
+    job = start("--iterations", "40", "--fail", "3:25:7:once")
+    job.assert_complete(40)
+    assert job.record["Restarts"] == "0"
+    (ended, _) = job.named("ranks_ended")
+    assert (ended["rank"], ended["node"], ended["code"]) == (3, "node2", 7)
+    assert {line["start"] for line in job.starts(0, 1).values()} == {20}
+    began = next(event["time"] for event in job.events if event["event"] == "ranks_ended")
+    again = job.named("restore")[1]["time"]
+    assert again - began < 8
+
+
+def test_the_jobs_exit_code_is_the_ranks_verdict(start):
+    job = start("--iterations", "40", "--fail", "4:25:-11", launcher="--max-restarts 0")
+    record = job.wait_state("FAILED")
+    assert record["ExitCode"] == "139:0"
+    assert "rank 4 on node3 was killed by SIGSEGV" in job.out
+
+
+def test_preempted_it_saves_requeues_itself_and_goes_on(sandbox, start):
+    job = start("--iterations", "240")
+    job.wait_event("durable")
+    preempt(sandbox)
+    requeued = job.wait_event("requeued")
+    assert requeued["time"] - job.named("notice")[0]["time"] < 10
+    (stop,) = job.named("stop")
+    assert job.named("requeue_intent")[0]["level"] == "DURABLE"
+    job.hurry()
+    job.assert_complete(240)
+    # saved at the notice: nothing is trained twice, whatever the tier
+    assert {line["start"] for line in job.starts(1).values()} == {stop["iteration"]}
+    assert {line["stopped"] for line in job.lines if "stopped" in line} == {stop["iteration"]}
+    assert job.record["Restarts"] == "1"
+
+
+@pytest.mark.parametrize("how", ["kill", "cut"])
+def test_a_lost_node_is_replaced_and_no_rank_changes_its_place(sandbox, start, how):
+    job = start("--iterations", "300")
+    job.wait_event("durable", 2)
+    victim = "node2"
+    began = time.time()
+    if how == "cut":
+        sandbox.node_cut(victim)
+    else:
+        sandbox.node_kill(victim)
+        sandbox.node_wipe(victim)
+    lost = job.wait_event("node_lost", timeout_s=20)
+    assert lost["nodes"] == [victim]
+    assert lost["time"] - began < 10  # slurmctld itself takes half a minute
+    requeued = job.wait_event("requeued")
+    assert requeued["time"] - lost["time"] < 5
+    assert job.record["ExcNodeList"] == victim
+    sandbox.run(["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"])  # another part does this
+    job.hurry()
+    job.assert_complete(300)
+    before, after = job.starts(0), job.starts(1)
+    assert {rank: line["node"] for rank, line in after.items()} == {
+        rank: "node4" if line["node"] == victim else line["node"] for rank, line in before.items()
+    }
+    for rank, line in after.items():
+        ((tier, iteration),) = line["loaded"]
+        assert iteration == lost["durable"]
+        assert tier == ("drained" if rank in (2, 3) else "local")
+
+
+def test_an_agent_that_dies_is_started_again_beside_the_running_ranks(sandbox, start):
+    job = start("--iterations", "240")
+    job.wait_event("durable")
+    found = sandbox.run(["pgrep", "-f", "^[^ ]*python -m slurm_resil agent"], node="node2").stdout.split()
+    assert len(found) == 1
+    sandbox.run(["kill", "-KILL", *found], node="node2")
+    lost = job.wait_event("agent_lost")
+    assert lost["node"] == "node2"
+    sealed = len(job.named("sealed"))
+    job.wait_event("sealed", sealed + 2)  # checkpoints go on
+    job.assert_complete(240)
+    assert len(job.named("cycle_start")) == 1
+
+
+def test_the_srun_of_the_agents_may_die_too(sandbox, start):
+    job = start("--iterations", "160")
+    job.wait_event("durable")
+    found = sandbox.run(["pgrep", "-f", "slurm_resil agent"], node="node1").stdout.split()
+    sandbox.run(["kill", "-KILL", *found], node="node1", check=False)
+    job.wait_event("agent_lost")
+    job.assert_complete(160)
+    assert len(job.named("cycle_start")) == 1
+    assert {event["node"] for event in job.named("agent_lost")} == {"node1"}
+
+
+def test_d6_what_cannot_be_requeued_says_so_at_once_and_ends_with_75(sandbox, start):
+    job = start("--iterations", "400", sbatch=("--no-requeue",))
+    job.wait_event("durable")
+    assert "WARNING: this job cannot be requeued" in job.out
+    preempt(sandbox)
+    record = job.wait_state("FAILED", "PREEMPTED")
+    assert record["ExitCode"].startswith("75:")
+    finished = job.wait_event("finished")
+    assert "add `#SBATCH --requeue`" in finished["words"]
+    assert finished["durable"] == job.named("stop")[0]["iteration"]
+
+
+def test_a_cancelled_job_ends_within_kill_wait_and_does_not_come_back(sandbox, start):
+    job = start("--iterations", "400")
+    job.wait_event("durable")
+    sandbox.run(["scancel", str(job.id)], user="alice")
+    began = time.monotonic()
+    record = job.wait_state("CANCELLED", timeout_s=30)
+    assert time.monotonic() - began < 15
+    assert record["Restarts"] == "0"
+    assert not job.named("requeued")
+
+
+def test_d9_attempts_that_gain_nothing_end_in_a_held_job_with_the_reason(sandbox, start):
+    # three attempts before this one started from where this one starts
+    job = start("--iterations", "400", "--deaf-from", "3", sbatch=("--hold",))
+    attempts = job.run_dir / "attempts"
+    sandbox.run(["mkdir", "-p", str(attempts)], user="alice")
+    sandbox.run(["scontrol", "release", str(job.id)])
+    job.wait_event("restore")
+    for number in range(1, 4):
+        sandbox.run(["scontrol", "requeue", str(job.id)], user="alice")
+        job.hurry()
+        job.wait_event("attempt_start", number + 1)
+        if number < 3:
+            job.wait_event("restore", number + 1)
+    job.wait_event("held")
+    record = job.wait_state("PENDING", timeout_s=40)
+    assert record["Reason"] in ("JobHeldUser", "job_requeued_in_held_state", "JobHoldMaxRequeue")
+    assert "3 attempts in a row gained no iteration" in record["Comment"]
+
+
+def test_a_burst_buffer_that_the_user_cannot_write_is_one_clear_error(sandbox, start):
+    job = start("--iterations", "10", sbatch=(f"--export=ALL,SLURM_RESIL_BB_ROOT={sandbox.bb}/none",))
+    record = job.wait_state("FAILED")
+    assert record["ExitCode"] == "78:0"
+    assert f"cannot use the burst buffer {sandbox.bb}/none" in job.out
+
+
+def test_dry_run_starts_nothing(sandbox, start):
+    job = start(launcher="--dry-run --ranks-per-node 1")
+    job.wait_state("COMPLETED")
+    assert "node_rank 2: node3" in job.out
+    assert "--nodelist=node1,node2,node3" in job.out
+    assert not job.run_dir.exists()
