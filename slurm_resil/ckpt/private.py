@@ -79,14 +79,22 @@ class _Merger:
     def _optimizer(self, nodes: list[Any], path: Path) -> Any:
         merged = dict(nodes[0])
         merged["groups"] = [
-            {**column[0], "of": [self._pair(list(pairs), path) for pairs in zip(*(c["of"] for c in column), strict=True)]}
+            {
+                **column[0],
+                "of": [self._pair(list(pairs), path) for pairs in zip(*(c["of"] for c in column), strict=True)],
+            }
             for column in zip(*(node["groups"] for node in nodes), strict=True)
         ]
         merged["state"] = [
-            [column[0][0], [self._pair(list(pairs), (*path, column[0][0])) for pairs in zip(*(c[1] for c in column), strict=True)]]
+            [
+                column[0][0],
+                [self._pair(list(pairs), (*path, column[0][0])) for pairs in zip(*(c[1] for c in column), strict=True)],
+            ]
             for column in zip(*(node["state"] for node in nodes), strict=True)
         ]
-        merged["other"] = [self._pair(list(pairs), path) for pairs in zip(*(node["other"] for node in nodes), strict=True)]
+        merged["other"] = [
+            self._pair(list(pairs), path) for pairs in zip(*(node["other"] for node in nodes), strict=True)
+        ]
         return merged
 
     def _shared(self, node: Any) -> bool:

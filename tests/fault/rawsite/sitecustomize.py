@@ -35,7 +35,7 @@ def drain(arguments: list[str]) -> None:
     sys.path.insert(0, FAULT)
     from raw import RawStore
 
-    from slurm_resil.core import fsio, paths
+    from slurm_resil.core import fsio, paths, pins
     from slurm_resil.format.manifest import ShardManifest
 
     run_dir, job_dir = option(arguments, "--run-dir"), option(arguments, "--job-dir")
@@ -44,15 +44,16 @@ def drain(arguments: list[str]) -> None:
     if Path(run_dir, "no-drain").exists():
         print(json.dumps({"event": "failed", "error": "storage refuses", "exit_code": 1}))
         end(1)
-    for rank, path in RawStore(job_dir).sealed().get(iteration, {}).items():
-        manifest = ShardManifest.load(path)
-        target = os.path.join(run_dir, f"raw-{iteration}-{rank}")
-        fsio.write_atomic(f"{target}.bin", Path(job_dir, "slots", manifest.slot).read_bytes(), sync=False)
-        fsio.write_json(f"{target}.json", manifest.items[0].xxh3, sync=False)
+    with pins.hold(job_dir, iteration):
+        for rank, path in RawStore(job_dir).sealed().get(iteration, {}).items():
+            manifest = ShardManifest.load(path)
+            target = os.path.join(run_dir, f"raw-{iteration}-{rank}")
+            fsio.write_atomic(f"{target}.bin", Path(job_dir, "slots", manifest.slot).read_bytes(), sync=False)
+            fsio.write_json(f"{target}.json", manifest.items[0].xxh3, sync=False)
     if os.environ.get("SLURM_PROCID", "0") != "0":
         end(0)
     names = [os.path.join(run_dir, f"raw-{iteration}-{n}") for n in range(int(os.environ["SLURM_RESIL_WORLD_SIZE"]))]
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 3
     while not all(os.path.exists(f"{name}.json") for name in names):
         if time.monotonic() > limit:
             print(json.dumps({"event": "failed", "error": "not all ranks have sealed", "exit_code": 75}))

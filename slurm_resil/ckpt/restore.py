@@ -1,0 +1,102 @@
+"""Restore a state from a sealed shard of this node, or from a drained file by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_resil.ckpt import private as privacy
+from slurm_resil.ckpt.load import load_into
+from slurm_resil.ckpt.private import Policy
+from slurm_resil.ckpt.source import DrainedSource, LocalSource
+from slurm_resil.core.errors import DataError
+from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a restore did.
+
+    Attributes:
+        wanted_bytes: Bytes that went into the state.
+        read_bytes: Bytes that were read for it; more than wanted where blocks hold more than this rank needs.
+        seconds: How long it took.
+    """
+
+    iteration: int
+    wanted_bytes: int
+    read_bytes: int
+    seconds: float
+
+
+def restore_local(state: Mapping[str, object], job_dir: str, manifest: ShardManifest) -> Restored:
+    """Restore from the rank's own sealed shard.
+
+    Args:
+        state: Restored in place, see :func:`slurm_resil.ckpt.load.load_into`.
+        job_dir: Job's directory in the burst buffer.
+        manifest: Manifest of the shard.
+
+    Raises:
+        StateError: The state does not fit; nothing was changed.
+        DataError: The shard is not what its manifest says; nothing was changed.
+    """
+    started = time.perf_counter()
+    with LocalSource(job_dir, manifest) as source:
+        load_into(state, manifest.values, source)
+        source.check_again()
+        read = source.read_bytes
+    return Restored(
+        iteration=manifest.iteration, wanted_bytes=read, read_bytes=read, seconds=time.perf_counter() - started
+    )
+
+
+def restore_drained(
+    state: Mapping[str, object],
+    run_dir: str,
+    manifest: DrainedManifest,
+    rank: int,
+    world_size: int,
+    *,
+    private: Policy = "error",
+) -> Restored:
+    """Restore from a drained file; the number of ranks may be another than that of the save.
+
+    Not collective: each rank reads what it needs, in verified blocks.
+
+    Args:
+        state: Restored in place, see :func:`slurm_resil.ckpt.load.load_into`.
+        run_dir: Run's directory on the parallel file system.
+        manifest: Manifest of the drained file.
+        rank: This rank.
+        world_size: Number of ranks now.
+        private: What becomes of rank-private state if the number of ranks has changed, see
+            :func:`slurm_resil.ckpt.private.merge`.
+
+    Raises:
+        StateError: The state does not fit, or private state has no place to go; nothing was changed.
+        DataError: The file is not what its manifest says; nothing was changed.
+    """
+    started = time.perf_counter()
+    old = manifest.world_size
+    with DrainedSource(run_dir, manifest, rank % old) as source:
+        if world_size == old:
+            values = _values(source, rank)
+        else:
+            all_values = [_values(source, one) for one in range(old)]
+            values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
+        load_into(state, values, source)
+        wanted, read = source.wanted_bytes, source.read_bytes
+    return Restored(
+        iteration=manifest.iteration, wanted_bytes=wanted, read_bytes=read, seconds=time.perf_counter() - started
+    )
+
+
+def _values(source: DrainedSource, rank: int) -> Any:
+    try:
+        return json.loads(source.values(rank))
+    except ValueError as error:
+        raise DataError(f"the values of rank {rank} are not JSON: {error}", fault="torn") from error
