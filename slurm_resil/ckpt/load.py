@@ -148,7 +148,7 @@ class _Walker:
         target = live if isinstance(live, MutableMapping) else None
         for text, key in here.items():
             if text in stored:
-                self.match(live[key], stored[text][1], (*path, key), target and _setter(target, key))
+                self.match(live[key], stored[text][1], (*path, key), None if target is None else _setter(target, key))
             elif top or target is None or anchored(live[key]):
                 self._plan.differ((*path, key), "is in the state, not in the checkpoint")
             else:

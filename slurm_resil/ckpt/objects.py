@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,7 +96,9 @@ def optimizer(plan: Plan, live: torch.optim.Optimizer, node: Any, path: Path, pa
         parameter, group = by_name[name]
         made.append((parameter, _parameter_state(plan, live, parameter, group, pairs, (*path, "state", name))))
     others = [
-        (plain.decode_key(key, path), plan.decoding(entry, (*path, "other"), None)) for key, entry in node["other"]
+        (plain.decode_key(key, path), plan.decoding(entry, (*path, "other"), None))
+        for key, entry in node["other"]
+        if kind_of(entry) != "keep"
     ]
 
     def put() -> None:
@@ -144,13 +147,17 @@ def _parameter_state(
         value = here.get(key)
         if kind_of(node) == "keep":
             if key in here:
-                found.append((key, lambda value=value: value))
+                found.append((key, functools.partial(_same, value)))
         elif isinstance(value, torch.Tensor) and kind_of(node) == "tensor":
             plan.tensor(value, node, at)
-            found.append((key, lambda value=value: value))
+            found.append((key, functools.partial(_same, value)))
         else:
             found.append((key, plan.decoding(node, at, value, _like_parameter(parameter, group, key))))
     return found
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _like_parameter(
