@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from slurm_resil.core.log import event
 
 STAGING_BYTES = 64 << 20
+_cuda: Any = torch.cuda  # which is not typed
 log = logging.getLogger(__name__)
 
 
@@ -55,18 +56,18 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _cuda.Stream(device)
         self._staging: torch.Tensor | None = None
 
     def start(self) -> None:
         """See Lane."""
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
+        ready = _cuda.Event()
+        ready.record(_cuda.current_stream(self._device))
         self._stream.wait_event(ready)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Lane."""
-        with torch.cuda.stream(self._stream):
+        with _cuda.stream(self._stream):
             if target.is_pinned():
                 target.copy_(source, non_blocking=True)
             else:
@@ -136,7 +137,7 @@ class Registered:
         address = _address(map_)
         if address in self._known:
             return
-        code = int(torch.cuda.cudart().cudaHostRegister(address, len(map_), 0))
+        code = int(_cuda.cudart().cudaHostRegister(address, len(map_), 0))
         self._known[address] = code
         if code:
             event(log, "host_register_refused", level=logging.WARNING, code=code, nbytes=len(map_))
@@ -145,7 +146,7 @@ class Registered:
         """Take a mapping back from CUDA, before it is unmapped."""
         address = _address(map_)
         if self._known.pop(address, 1) == 0:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _cuda.cudart().cudaHostUnregister(address)
 
 
 def _address(map_: mmap.mmap) -> int:

@@ -24,6 +24,7 @@ from slurm_resil.core.errors import StateError
 Assign = Callable[[Any], None]  # puts a new value in the place of one that cannot be changed
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
+_IN_PLACE = (torch.Tensor, np.ndarray, nn.Module, Sharded, random.Random, *_GENERATORS)
 
 
 def load_into(state: Mapping[str, object], values: Any, source: Source) -> None:
@@ -53,7 +54,7 @@ def load_into(state: Mapping[str, object], values: Any, source: Source) -> None:
 
 def anchored(live: object) -> bool:
     """Whether a value is or contains something that is loaded in place."""
-    if isinstance(live, torch.Tensor | np.ndarray | nn.Module | Sharded | random.Random | _GENERATORS):
+    if isinstance(live, _IN_PLACE):
         return True
     if states.is_stateful(live):
         return True

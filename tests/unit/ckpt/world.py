@@ -1,0 +1,128 @@
+"""Helpers: save a state into a slot, seal it, restore it; compare states bit for bit without the code under test."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from slurm_resil.ckpt.restore import Restored, restore_local
+from slurm_resil.ckpt.seal import seal
+from slurm_resil.ckpt.snapshot import Arena
+from slurm_resil.ckpt.state import flatten
+from slurm_resil.core import paths
+from slurm_resil.core.model import RunInfo
+from slurm_resil.format.manifest import ShardManifest
+
+
+def run_info(**changes: Any) -> RunInfo:
+    return RunInfo(**{"run_id": "r1", "job_id": 7, "attempt": 0, "cycle": 0, "world_size": 1, "nodes": 1, **changes})
+
+
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "bb" / "job-7"
+    path.parent.mkdir(exist_ok=True)
+    return os.fspath(path)
+
+
+def save(
+    arena: Arena, job_dir: str, state: Mapping[str, object], *, index: int = 0, iteration: int = 1, **changes: Any
+) -> ShardManifest:
+    draft = arena.write(index, flatten(state), iteration=iteration, run=run_info(**changes), node="n0")
+    return seal(job_dir, draft)
+
+
+def save_new(job_dir: str, state: Mapping[str, object], *, rank: int = 0, **more: Any) -> ShardManifest:
+    arena = Arena(job_dir, rank, slots=2)
+    try:
+        return save(arena, job_dir, state, **more)
+    finally:
+        arena.close()
+
+
+def load(job_dir: str, state: Mapping[str, object], *, iteration: int = 1, rank: int = 0) -> Restored:
+    return restore_local(state, job_dir, ShardManifest.load(paths.manifest(job_dir, iteration, rank)))
+
+
+class Net(nn.Module):
+    """Tied weights, running statistics, a counter, an unaligned odd shape."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.token = nn.Embedding(17, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, 17, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(self.norm(self.token(x)))))
+
+
+def training(seed: int, steps: int = 0, width: int = 8) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    generator = torch.Generator().manual_seed(seed)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "generator": generator,
+        "numpy": np.random.default_rng(seed),
+        "python": random.Random(seed),
+        "position": seed,
+    }
+    train(state, steps)
+    return state
+
+
+def train(state: Mapping[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randint(17, (16,), generator=state["generator"])
+        loss = nn.functional.cross_entropy(state["model"](x), x.roll(1))
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["schedule"].step()
+
+
+def bits(value: Any) -> Any:
+    """Everything in a state as comparable plain values; floats and tensors by their bytes."""
+    if isinstance(value, torch.Generator):
+        return ("generator", bits(value.get_state()))
+    if isinstance(value, np.random.Generator):
+        return ("numpy", bits(value.bit_generator.state))
+    if isinstance(value, random.Random):
+        return ("random", value.getstate())
+    if hasattr(value, "to_local"):
+        return (tuple(value.shape), str(value.placements), bits(value.to_local()))
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (str(value.dtype), tuple(value.shape), data)
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    if hasattr(value, "state_dict"):
+        return bits(value.state_dict())
+    if isinstance(value, Mapping):
+        return (type(value).__name__, [(key, bits(entry)) for key, entry in value.items()])
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [bits(entry) for entry in value])
+    return (type(value).__name__, repr(value))
+
+
+def scramble(state: Mapping[str, Any]) -> None:
+    """Overwrite every tensor of a model and its optimizer."""
+    with torch.no_grad():
+        for tensor in [*state["model"].parameters(), *state["model"].buffers()]:
+            tensor.fill_(3)
+        for entry in state["optimizer"].state.values():
+            for tensor in entry.values():
+                tensor.fill_(5)
