@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 
 import click
 
-from slurm_resil.core import log
+from slurm_resil.core import log, units
 from slurm_resil.launch import layout as places
 from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Cluster
+from slurm_resil.launch.deadline import DeadlineWatch
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.starters import LocalStarter, SrunStarter, Starter
 from slurm_resil.launch.supervise import Supervisor, newest_durable
@@ -82,6 +84,11 @@ def run(
     sys.exit(_supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap))
 
 
+def _lead_override(env: Mapping[str, str]) -> float | None:
+    text = env.get("SLURM_RESIL_LEAD")
+    return units.duration_s(text) if text else None
+
+
 def _supervise(
     wishes: setup.Wishes,
     env: dict[str, str],
@@ -133,6 +140,7 @@ def _supervise(
             starter=starter,
             events=events,
             attempt=record,
+            watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, _lead_override(env)),
             cap_bytes_s=cap,
         )
         supervisor.report(

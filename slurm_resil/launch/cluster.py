@@ -12,13 +12,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Protocol
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError, UsageError
+from slurm_resil.core.model import EndTime
+from slurm_resil.watch.deadline import JobTimes
 
 TIMEOUT_S = 20.0
 PING_S = 2.0
 PING_AGAIN_S = 0.5
+NO_TIMES = JobTimes(start_s=0.0, end=EndTime.unknown())
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
 _REFUSED = (
     "access/permission denied",
@@ -43,6 +47,7 @@ class JobRecord:
         timed_out: Whether it has used up its time.
         preempt_mode: How its partition is preempted.
         kill_wait_s: KillWait, seconds.
+        times: When it began and when Slurm will end it.
     """
 
     state: str
@@ -53,6 +58,7 @@ class JobRecord:
     timed_out: bool = False
     preempt_mode: str = ""
     kill_wait_s: float = 30.0
+    times: JobTimes = NO_TIMES
 
     @property
     def cancelled(self) -> bool:
@@ -115,6 +121,22 @@ def duration_s(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def times(job: Mapping[str, str]) -> JobTimes:
+    """Read start and end from the fields of a job, whose times are Unix seconds (``SLURM_TIME_FORMAT=%s``)."""
+    start, end = job.get("StartTime", ""), job.get("EndTime", "")
+    if job.get("TimeLimit") == "UNLIMITED":
+        limit = EndTime.unlimited()
+    elif end.isdigit():
+        limit = EndTime.known(datetime.fromtimestamp(int(end), UTC))
+    else:
+        limit = EndTime.unknown()
+    return JobTimes(
+        start_s=float(start) if start.isdigit() else 0.0,
+        end=limit,
+        preempted=job.get("PreemptTime", "None") not in ("None", ""),
+    )
+
+
 def reachable(address: str, port: int) -> bool:
     """Whether something accepts connections there; a refusal is tried once more, as a daemon may be restarting."""
     for again in (True, False):
@@ -159,6 +181,7 @@ class SlurmCluster:
             timed_out=used is not None and limit is not None and used >= limit,
             preempt_mode=mode,
             kill_wait_s=float(wait[1]) if wait else 30.0,
+            times=times(job),
         )
 
     def addresses(self, nodes: Sequence[str]) -> Mapping[str, str]:
