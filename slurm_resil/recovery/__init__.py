@@ -1,0 +1,1 @@
+"""The recovery engine: the one privileged process, which continues jobs on good nodes."""

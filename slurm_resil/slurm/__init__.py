@@ -1,0 +1,1 @@
+"""Slurm's commands, as one runner with typed errors."""

@@ -1,0 +1,107 @@
+"""The one place that runs Slurm's commands: argv, found once, time limit, C locale, errors told apart.
+
+A failed or partial answer is never an empty one: it raises, and whoever asked takes no action.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+
+from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
+
+TIMEOUT_S = 20.0
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
+_REFUSED = (
+    "access/permission denied",
+    "invalid user id",
+    "requested operation is presently disabled",
+    "invalid job id",
+    "batch job",
+    "only batch jobs",
+)
+
+
+def fields(line: str) -> dict[str, str]:
+    """Read a line of ``scontrol -o``.
+
+    A value may hold spaces; one that looks like another field (a job's name may) is cut there, so that only fields
+    that come before any free text, and ids and numbers, are to be relied on.
+    """
+    found: dict[str, str] = {}
+    for match in _FIELD.finditer(line.strip()):
+        found.setdefault(match[1], match[2].strip())
+    return found
+
+
+def duration_s(text: str) -> float | None:
+    """Read ``[days-]hours:minutes:seconds``; None for anything else (``UNLIMITED``, ``Partition_Limit``...)."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+class Commands:
+    """Runs Slurm's commands; times in their output are Unix seconds.
+
+    Args:
+        env: Environment of the commands.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = {**env, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+        self.count = 0
+
+    def run(self, *argv: str) -> str:
+        """Run one command and return its output.
+
+        Raises:
+            ConfigError: There is no such command.
+            NotPermittedError: Slurm refuses, and will again.
+            ServiceError: Slurm does not answer, or fails; nothing may be concluded.
+        """
+        program = shutil.which(argv[0], path=self._env.get("PATH", os.defpath))
+        if program is None:
+            raise ConfigError(f"{argv[0]} is not found", mend="put Slurm's commands on PATH")
+        self.count += 1
+        # Slurm's kill sends SIGTERM to every process of the batch step, and the update that follows a requeue must go
+        # on: the command inherits the mask of this thread
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            done = subprocess.run(
+                [program, *argv[1:]],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if done.returncode != 0:
+            words = (done.stderr or done.stdout).strip() or f"{argv[0]} ended with code {done.returncode}"
+            if any(text in words.lower() for text in _REFUSED):
+                raise NotPermittedError(words)
+            raise ServiceError(words)
+        return done.stdout
+
+    def show(self, kind: str, name: str) -> dict[str, str]:
+        """Fields of one job, node or partition.
+
+        Raises:
+            ServiceError: See :meth:`run`; also when the answer is about nothing.
+        """
+        found = fields(self.run("scontrol", "-o", "show", kind, name))
+        if not found:
+            raise ServiceError(f"scontrol said nothing about {kind} {name}")
+        return found
