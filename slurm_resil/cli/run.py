@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import click
 
 from slurm_resil.core import log, units
+from slurm_resil.core.errors import ResilError
 from slurm_resil.launch import layout as places
 from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Cluster
@@ -17,6 +18,7 @@ from slurm_resil.launch.deadline import DeadlineWatch
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.starters import LocalStarter, SrunStarter, Starter
 from slurm_resil.launch.supervise import Supervisor, newest_durable
+from slurm_resil.recovery.client import EngineClient
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -131,6 +133,8 @@ def _supervise(
             leader=leader.address,
         )
         starter: Starter = LocalStarter(job, agent_log) if wishes.local else SrunStarter(job, cluster, agent_log)
+        address = "" if wishes.local else env.get("SLURM_RESIL_ENGINE", "")
+        engine = EngineClient(address) if address else None
         supervisor = Supervisor(
             job=job,
             command=command,
@@ -140,6 +144,7 @@ def _supervise(
             starter=starter,
             events=events,
             attempt=record,
+            engine=engine,
             watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, _lead_override(env)),
             cap_bytes_s=cap,
         )
@@ -148,4 +153,9 @@ def _supervise(
         )
         if warning:
             supervisor.report("warning", words=warning)
+        if engine is not None:
+            try:
+                engine.register(allocation.job_id)
+            except ResilError as error:
+                supervisor.report("warning", words=f"the engine does not look after this job: {error.message}")
         return supervisor.run()
