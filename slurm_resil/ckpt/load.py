@@ -16,7 +16,7 @@ from torch import nn
 from slurm_resil.ckpt import objects, plain
 from slurm_resil.ckpt import state as states
 from slurm_resil.ckpt.plain import Path
-from slurm_resil.ckpt.planning import GENERATOR_KINDS, ITEM_KINDS, OBJECT_KINDS, Plan, holds, kind_of
+from slurm_resil.ckpt.planning import GENERATOR_KINDS, ITEM_KINDS, KEEP_KINDS, OBJECT_KINDS, Plan, holds, kind_of
 from slurm_resil.ckpt.source import Source
 from slurm_resil.ckpt.state import Sharded
 from slurm_resil.core.errors import StateError
@@ -102,7 +102,7 @@ class _Walker:
             objects.generator(plan, live, node, path)
         elif states.is_stateful(live):
             objects.stateful(plan, live, node, path)
-        elif anchored(live):
+        elif anchored(live) or holds(node, KEEP_KINDS):
             self._container(live, node, path, assign)
         elif kind in (*OBJECT_KINDS, *GENERATOR_KINDS):
             plan.differ(path, f"a {kind} in the checkpoint, a {type(live).__name__} in the state")
@@ -155,7 +155,7 @@ class _Walker:
             else:
                 self._plan.copies.append(_remover(target, key))
         for text, (key_node, entry) in stored.items():
-            if text in here or kind_of(entry) == "keep":
+            if text in here or holds(entry, KEEP_KINDS):
                 continue
             key = plain.decode_key(key_node, path)
             if top or target is None or holds(entry, (*OBJECT_KINDS, *GENERATOR_KINDS, *ITEM_KINDS)):

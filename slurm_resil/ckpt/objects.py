@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from slurm_resil.ckpt import dtypes, plain
 from slurm_resil.ckpt import state as states
 from slurm_resil.ckpt.plain import Path, where
-from slurm_resil.ckpt.planning import Plan, kind_of
+from slurm_resil.ckpt.planning import KEEP_KINDS, Plan, holds, kind_of
 from slurm_resil.core.errors import StateError
 from slurm_resil.format import layout
 
@@ -36,7 +36,7 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
         at = (*path, name)
         if name not in entries:
             plan.differ(at, "is in the checkpoint, not in the state")
-        elif kind_of(entry) != "keep":
+        elif not holds(entry, KEEP_KINDS):
             here = entries[name]
             if isinstance(here, torch.Tensor) and (id(here) in ids or states.memory_key(_local(here)) in memory):
                 plan.tensor(here, entry, at)
@@ -98,7 +98,7 @@ def optimizer(plan: Plan, live: torch.optim.Optimizer, node: Any, path: Path, pa
     others = [
         (plain.decode_key(key, path), plan.decoding(entry, (*path, "other"), None))
         for key, entry in node["other"]
-        if kind_of(entry) != "keep"
+        if not holds(entry, KEEP_KINDS)
     ]
 
     def put() -> None:
@@ -121,7 +121,7 @@ def _other_parameters(names: list[list[str]], stored: list[list[str]]) -> str:
 def _hyperparameter(plan: Plan, group: dict[str, Any], key: Any, node: Any, path: Path) -> None:
     at = (*path, key)
     here = group.get(key)
-    if kind_of(node) == "keep":
+    if holds(node, KEEP_KINDS):
         return
     if isinstance(here, torch.Tensor):
         plan.tensor(here, node, at)
@@ -145,7 +145,7 @@ def _parameter_state(
         key = plain.decode_key(key_node, path)
         at = (*path, key)
         value = here.get(key)
-        if kind_of(node) == "keep":
+        if holds(node, KEEP_KINDS):
             if key in here:
                 found.append((key, functools.partial(_same, value)))
         elif isinstance(value, torch.Tensor) and kind_of(node) == "tensor":

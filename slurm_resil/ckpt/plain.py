@@ -72,6 +72,8 @@ def encode(value: object, path: Path, child: Child) -> Any:
         return {"$": type_.__name__, "base64": base64.b64encode(value).decode()}
     if type_ is list and isinstance(value, list):
         return _children(value, path, child)
+    if isinstance(value, set | frozenset) and type_ in _SEQUENCES:
+        return {"$": _SEQUENCES[type_], "of": [encode_key(entry, path) for entry in value]}
     if type_ in _SEQUENCES and isinstance(value, Iterable):
         return {"$": _SEQUENCES[type_], "of": _children(value, path, child)}
     if type_ in _DICTS and isinstance(value, dict):

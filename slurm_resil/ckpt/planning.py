@@ -22,6 +22,7 @@ Like = Callable[[dict[str, Any], Path], torch.Tensor | None]  # an empty tensor 
 SHOWN = 5  # differences that an error lists
 ITEM_KINDS = ("tensor", "ndarray", "bytes")
 GENERATOR_KINDS = ("torch.Generator", "numpy.random.Generator", "numpy.random.RandomState", "random.Random")
+KEEP_KINDS = ("keep",)  # see ckpt.private
 OBJECT_KINDS = ("module", "optimizer", "stateful", "sharded")  # exist in the state or nowhere
 
 

@@ -228,6 +228,7 @@ class _Flattener:
     names: dict[object, str] = field(default_factory=dict)  # memory -> item that has it
     taken: set[str] = field(default_factory=set)
     open: list[int] = field(default_factory=list)  # containers that are being walked through
+    given: str = ""  # class whose state_dict() gave what is being walked through
 
     def encode(self, value: object, path: Path) -> Any:
         """Encode anything."""
@@ -245,13 +246,19 @@ class _Flattener:
             raise StateError(f"{where(path[:20])}: the state {what}", state_path=where(path[:20]))
         self.open.append(id(value))
         try:
-            found = self.object(value, path)
+            found = self.special(value, path)
             return plain.encode(value, path, self.encode) if found is None else found
         finally:
             self.open.pop()
 
-    def object(self, value: object, path: Path) -> Any:
+    def special(self, value: object, path: Path) -> Any:
         """Encode what is more than a plain value; None if it is not."""
+        if self.given and (isinstance(value, nn.Module | Sharded) or is_stateful(value)):
+            raise StateError(
+                f"{where(path)}: state_dict() of {self.given} gave a {plain.class_name(type(value))}, not its state",
+                mend="let it call state_dict() of what it holds",
+                state_path=where(path),
+            )
         if isinstance(value, nn.Module):
             return {"$": "module", "of": plain.pairs(module_entries(value, path).items(), path, self.encode)}
         if isinstance(value, torch.optim.Optimizer) and is_plain_optimizer(value):
@@ -270,9 +277,17 @@ class _Flattener:
         if isinstance(value, Sharded):
             return self.sharded(value, path)
         if is_stateful(value):
-            of = self.encode(stateful_dict(value, path), path)
-            return {"$": "stateful", "class": plain.class_name(type(value)), "of": of}
+            return self.stateful(value, path)
         return None
+
+    def stateful(self, value: object, path: Path) -> Any:
+        """Encode what ``state_dict`` gives."""
+        given = stateful_dict(value, path)
+        self.given = type(value).__name__
+        try:
+            return {"$": "stateful", "class": plain.class_name(type(value)), "of": self.encode(given, path)}
+        finally:
+            self.given = ""
 
     def optimizer(self, value: torch.optim.Optimizer, path: Path) -> Any:
         """Encode an optimizer, its state by the names of the parameters."""

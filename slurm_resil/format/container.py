@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
-from slurm_resil.core.errors import DataError, SpaceError
+from slurm_resil.core.errors import DataError, SpaceError, UsageError
 from slurm_resil.format import layout
 
 USER_BLOCK_BYTES = 4096  # of a slot: room for the stamps, in front of the HDF5 superblock
@@ -122,7 +122,7 @@ def create_skeleton(
     Raises:
         FileExistsError: The file is there.
         SpaceError: Storage is full or read-only.
-        UsageError: A dtype is unknown.
+        UsageError: A dtype is unknown, or one path is taken twice or lies below another dataset.
     """
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
@@ -142,6 +142,9 @@ def create_skeleton(
     except (OSError, RuntimeError) as error:
         os.unlink(path)
         raise SpaceError(f"cannot create {path}: {error}", mend="free space there, or use another directory") from error
+    except ValueError as error:
+        os.unlink(path)
+        raise UsageError(f"cannot lay out {path}: {error}") from error
     except BaseException:
         os.unlink(path)
         raise

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from slurm_resil.ckpt.restore import Restored, restore_local
+from slurm_resil.ckpt.restore import Restored, restore_drained, restore_local
 from slurm_resil.ckpt.seal import seal
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.ckpt.state import flatten
+from slurm_resil.comm import local
 from slurm_resil.core import paths
 from slurm_resil.core.model import RunInfo
-from slurm_resil.format.manifest import ShardManifest
+from slurm_resil.drain import collective
+from slurm_resil.drain.skeleton import skeleton
+from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
 
 def run_info(**changes: Any) -> RunInfo:
@@ -48,6 +51,30 @@ def save_new(job_dir: str, state: Mapping[str, object], *, rank: int = 0, **more
 
 def load(job_dir: str, state: Mapping[str, object], *, iteration: int = 1, rank: int = 0) -> Restored:
     return restore_local(state, job_dir, ShardManifest.load(paths.manifest(job_dir, iteration, rank)))
+
+
+def drain(job_dir: str, run_dir: str, *, iteration: int = 1) -> DrainedManifest:
+    """Drain with the real drain, one mover, all ranks' shards in one directory."""
+    os.makedirs(run_dir, exist_ok=True)
+
+    def one(comm: Any) -> Any:
+        return collective.drain(comm, run_dir=run_dir, job_dir=job_dir, iteration=iteration, skeleton=skeleton)
+
+    return local.run(1, one)[0].manifest
+
+
+def load_drained(run_dir: str, state: Mapping[str, object], rank: int, world: int, **more: Any) -> Restored:
+    manifest = DrainedManifest.load(paths.drained_manifest(run_dir, more.pop("iteration", 1)))
+    return restore_drained(state, run_dir, manifest, rank, world, **more)
+
+
+def flip(path: str, at: int) -> None:
+    """Flip one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
 
 
 class Net(nn.Module):

@@ -1,0 +1,8 @@
+"""Makes the helpers of the checkpoint tests importable by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "ckpt"))
