@@ -156,8 +156,9 @@ class Story:
         self.engine: subprocess.Popen[str] | None = None
         self._engine_log: TextIO | None = None
         self._mode = mode
-        spec = {"spank": (str(build_spank()),), "grace_time_s": 10, **spec}
-        self.sandbox = Sandbox.up(SandboxSpec(dir=work / "sandbox", nodes=nodes, spares=spares, **spec))
+        where = work / "sandbox"
+        spec = {"spank": (str(build_spank()),), "grace_time_s": 10, **hooks(work, where), **spec}
+        self.sandbox = Sandbox.up(SandboxSpec(dir=where, nodes=nodes, spares=spares, **spec))
 
     def start(self) -> None:
         """Start the engine."""
@@ -413,6 +414,19 @@ def compare(one: Path, other: Path) -> list[str]:
         if left["iteration"] != right["iteration"]:
             different.append(f"rank {rank}: iteration {left['iteration']} and {right['iteration']}")
     return different
+
+
+def hooks(work: Path, sandbox: Path) -> dict[str, Path]:
+    """Write the site's prolog and epilog: two lines of shell each, as in site_configs."""
+    config, python = work / "hooks.json", Path(sys.prefix) / "bin" / "python"
+    config.write_text(json.dumps({"bb_root": str(sandbox / "bb"), "log": str(work / "hooks.log")}))
+    found = {}
+    for name in ("prolog", "epilog"):
+        script = work / f"{name}.sh"
+        script.write_text(f"#!/bin/sh\nexec {python} -I -m slurm_resil.hooks.{name} --config {config}\n")
+        script.chmod(0o755)
+        found[name] = script
+    return found
 
 
 def build_spank() -> Path:

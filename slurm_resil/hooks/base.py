@@ -1,0 +1,117 @@
+"""What both hooks share: configuration, the job, the log. Everything that a user can write is taken as hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+
+DEFAULT_CONFIG = "/etc/slurm-resil/hooks.json"
+_KEYS = {"bb_root": str, "always": bool, "log": str}
+_PREFIXES = ("SPANK_", "")
+
+
+class HookError(Exception):
+    """The site is wrong: the hook fails and Slurm drains the node."""
+
+
+def load_config(path: str) -> dict[str, object]:
+    """Read hooks.json, which only root may have written.
+
+    Raises:
+        HookError: It is missing, writable by others, or says something else than it should.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise HookError(f"cannot read {path}: {error.strerror}; write it with `slurm-resil site render`") from error
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(file.fileno())
+        if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            raise HookError(f"{path} can be written by others; chown root and chmod 644 it")
+        try:
+            raw = json.loads(file.read(1 << 20))
+        except ValueError as error:
+            raise HookError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise HookError(f"{path} is not a JSON object")
+    faults = [f"unknown key {key!r}" for key in raw if key not in _KEYS]
+    faults += [
+        f"{key} is {raw[key]!r}, a {kind.__name__} is needed"
+        for key, kind in _KEYS.items()
+        if key in raw and not isinstance(raw[key], kind)
+    ]
+    if not str(raw.get("bb_root", "")).startswith("/"):
+        faults.append(f"bb_root is {raw.get('bb_root')!r}, a path is needed, as in /local/slurm-resil")
+    if faults:
+        raise HookError(f"{path}: " + "; ".join(faults))
+    return raw
+
+
+def number(env: dict[str, str], name: str) -> int:
+    """A variable that Slurm sets, digits only.
+
+    Raises:
+        HookError: It is something else.
+    """
+    value = env.get(name, "")
+    if not re.fullmatch(r"[0-9]{1,10}", value):
+        raise HookError(f"{name} is {value!r}, a number is needed")
+    return int(value)
+
+
+def wanted(env: dict[str, str], config: dict[str, object]) -> bool:
+    """Whether the job has the feature on: by the SPANK plugin, or the site has it on for all."""
+    return bool(config.get("always")) or env.get("SPANK_SLURM_RESIL") == "1"
+
+
+def note(config: dict[str, object], event: str, **fields: object) -> None:
+    """Append a line to the site's log; without one say it on standard error."""
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+    path = config.get("log")
+    if isinstance(path, str) and path:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            sys.stderr.write(f"slurm_resil: cannot write {path}: {error.strerror}\n")
+        else:
+            os.write(fd, line.encode())
+            os.close(fd)
+            return
+    sys.stderr.write(line)
+
+
+def open_root(config: dict[str, object]) -> int:
+    """Open the burst buffer's root, which only root may change.
+
+    Raises:
+        HookError: It is missing, or others can change what is in it.
+    """
+    path = str(config["bb_root"])
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise HookError(f"the burst buffer {path}: {error.strerror}; make it, owned by root, mode 755") from error
+    info = os.fstat(fd)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        os.close(fd)
+        raise HookError(f"the burst buffer {path} can be written by others; chown root and chmod 755 it")
+    return fd
+
+
+def main(body: object, argv: list[str]) -> int:
+    """Run a hook: 0, or 1 when the site is wrong and the node cannot serve."""
+    path = DEFAULT_CONFIG
+    if len(argv) == 2 and argv[0] == "--config":
+        path = argv[1]
+    elif argv:
+        sys.stderr.write("usage: [--config FILE]\n")
+        return 2
+    try:
+        body(dict(os.environ), load_config(path))  # type: ignore[operator]  # typing.Callable costs start-up time
+    except HookError as error:
+        sys.stderr.write(f"slurm_resil: {error}\n")
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""Epilog: remove what is durable, keep the rest and name it. ``python -I -m slurm_resil.hooks.epilog``.
+
+The marks are files of the user, in the user's own directory: a lie in them costs the user's own data only. Everything
+in it is looked at and removed as that user, so that no link leads anywhere the user could not go.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+
+from slurm_resil.hooks import base
+
+_MANIFEST = re.compile(r"(\d{10})-\d{6}\.json")
+_DURABLE = re.compile(r"(\d{10})\.json")
+
+
+def epilog(env: dict[str, str], config: dict[str, object]) -> None:
+    """Clear ``<bb_root>/job-<id>`` unless the run goes on under this job id or holds what is nowhere else."""
+    job, uid = base.number(env, "SLURM_JOB_ID"), base.number(env, "SLURM_JOB_UID")
+    name = f"job-{job}"
+    root = base.open_root(config)
+    try:
+        try:
+            info = os.stat(name, dir_fd=root, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != uid:
+            base.note(config, "left_alone", job=job, why=f"{name} is not the directory of uid {uid}")
+            return
+        code = _as_user(root, name, uid, info.st_gid)
+        if code == 0:
+            try:
+                os.rmdir(name, dir_fd=root)
+            except OSError as error:
+                base.note(config, "kept", job=job, why=f"not empty: {error.strerror}")
+        else:
+            base.note(config, "kept", job=job, why=_WHY.get(code, f"code {code}"))
+    finally:
+        os.close(root)
+
+
+_WHY = {3: "the run goes on", 4: "a sealed checkpoint is not durable", 5: "something could not be read or removed"}
+
+
+def _as_user(root: int, name: str, uid: int, gid: int) -> int:
+    """Decide and remove in a child that is the user; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 5
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setresgid(gid, gid, gid)
+                os.setresuid(uid, uid, uid)
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+            code = _clear(fd)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _clear(fd: int) -> int:
+    from slurm_resil.core.fsio import rmtree_at
+
+    if _exists(fd, "continue.json"):
+        return 3
+    sealed, durable = _numbers(fd, "manifests", _MANIFEST), _numbers(fd, "durable", _DURABLE)
+    # an older one that was never drained is superseded by a newer one that is durable
+    if sealed and (not durable or max(sealed) > max(durable)):
+        return 4
+    for entry in os.listdir(fd):
+        rmtree_at(fd, entry)
+    return 0
+
+
+def _exists(fd: int, name: str) -> bool:
+    try:
+        return os.stat(name, dir_fd=fd, follow_symlinks=False).st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def _numbers(fd: int, name: str, pattern: re.Pattern[str]) -> list[int]:
+    try:
+        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    except FileNotFoundError:
+        return []
+    try:
+        found = [pattern.fullmatch(entry) for entry in os.listdir(inner)]
+    finally:
+        os.close(inner)
+    return [int(match[1]) for match in found if match]
+
+
+if __name__ == "__main__":
+    sys.exit(base.main(epilog, sys.argv[1:]))
