@@ -172,11 +172,11 @@ class Story:
         address = f"{CONTROLLER_ADDRESS}:{ENGINE_PORT}"
         argv = [self.bin / "slurm-resil", "engine", "run", "--listen", address, "--db", self.work / "engine.db"]
         argv += ["--mode", str(self._mode), "--spares", "spares"]
-        command, env, cwd = self.sandbox.command([str(part) for part in argv], user="root")
+        inside = self.sandbox.command([str(part) for part in argv], user="root")
         self.engine = subprocess.Popen(
-            command,
-            env=env,
-            cwd=cwd,
+            inside.argv,
+            env=inside.env,
+            cwd=inside.cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._engine_log,
             stderr=self._engine_log,

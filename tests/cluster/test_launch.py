@@ -137,8 +137,8 @@ def start(sandbox: Sandbox) -> Iterator[Callable[..., Job]]:
 
     yield make
     for job in jobs:
+        print(job.out, sandbox.run(["scontrol", "show", "job", str(job.id)], check=False).stdout)
         sandbox.run(["scancel", str(job.id)], check=False)
-        print(job.out)
     for job in jobs:
         job.wait_state("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", timeout_s=60)
     for node, state in sandbox.node_states().items():
@@ -210,7 +210,9 @@ def test_a_lost_node_is_replaced_and_no_rank_changes_its_place(sandbox, start, h
     requeued = job.wait_event("requeued")
     assert requeued["time"] - lost["time"] < 5
     assert job.record["ExcNodeList"] == victim
-    sandbox.run(["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"])  # another part does this
+    # another part does this; before the other nodes are done with the job, Slurm starts it on top of its own remains
+    wait_for("the other nodes", lambda: job.record["NodeList"] == victim, 30)
+    sandbox.run(["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"])
     job.hurry(1)
     job.assert_complete(300)
     before, after = job.starts(0), job.starts(1)
@@ -220,7 +222,8 @@ def test_a_lost_node_is_replaced_and_no_rank_changes_its_place(sandbox, start, h
     for rank, line in after.items():
         ((tier, iteration),) = line["loaded"]
         assert iteration == lost["durable"]
-        assert tier == ("drained" if rank in (2, 3) else "local")
+        # the others may have used the slot for a newer one, which only they have
+        assert tier == "drained" if rank in (2, 3) else tier in ("local", "drained")
 
 
 def test_an_agent_that_dies_is_started_again_beside_the_running_ranks(sandbox, start):

@@ -68,6 +68,10 @@ def load_drained(run_dir: str, state: Mapping[str, object], rank: int, world: in
     return restore_drained(state, run_dir, manifest, rank, world, **more)
 
 
+def drained_items(run_dir: str, iteration: int = 1) -> tuple[Any, ...]:
+    return DrainedManifest.load(paths.drained_manifest(run_dir, iteration)).items
+
+
 def flip(path: str, at: int) -> None:
     """Flip one bit of a file."""
     with open(path, "r+b") as file:
