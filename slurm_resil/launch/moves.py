@@ -129,11 +129,13 @@ class Continued(Event):
 
     Attributes:
         accepted: Somebody has taken the job over: Slurm will kill this attempt.
+        already: Slurm counts this attempt as over: there is nothing to wait for.
         final: Asking again is of no use.
         words: What was said.
     """
 
     accepted: bool
+    already: bool = False
     final: bool = False
     words: str = ""
 

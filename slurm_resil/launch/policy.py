@@ -322,7 +322,11 @@ class Policy:
             self.phase = Phase.WAITING
             self.accepted_at = now
             self.handed_over = True
-            return [_report("requeued", words=event.words), m.Goodbye()]
+            actions: list[m.Action] = [_report("requeued", words=event.words), m.Goodbye()]
+            if event.already:
+                # it has sent its SIGTERM before, and where it tracks processes by their parents no SIGKILL follows
+                return actions + self._finish(EXIT_TRY_AGAIN, "the job starts again")
+            return actions
         if event.final:
             words = f"the job is not continued: {event.words}"
             return [_report("not_requeued", words=event.words), *self._finish(EXIT_TRY_AGAIN, words)]

@@ -331,15 +331,16 @@ class Supervisor:
     def _hand_over(self, action: m.Continue | m.Hold) -> None:
         """Thread: write the intent, then ask; the answer comes as an event."""
         try:
-            words = self._ask_for_start(action)
+            already, words = self._ask_for_start(action)
             self._record(outcome={"words": words, "at_s": round(time.time(), 3)})
-            self._inbox.put(m.Continued(accepted=True, words=words))
+            self._inbox.put(m.Continued(accepted=True, already=already, words=words))
         except NotPermittedError as error:
             self._inbox.put(m.Continued(accepted=False, final=True, words=error.message))
         except ResilError as error:
             self._inbox.put(m.Continued(accepted=False, words=error.message))
 
-    def _ask_for_start(self, action: m.Continue | m.Hold) -> str:
+    def _ask_for_start(self, action: m.Continue | m.Hold) -> tuple[bool, str]:
+        """Ask; returns whether Slurm has ended this attempt already, and words."""
         bad = action.bad_nodes if isinstance(action, m.Continue) else ()
         intent: dict[str, object] = {"reason": action.reason, "bad_nodes": list(bad), "at_s": round(time.time(), 3)}
         if isinstance(action, m.Continue):
@@ -348,22 +349,24 @@ class Supervisor:
         self._events.write("requeue_intent", **intent)
         record = self._cluster.record()
         if record.restarts > self._job.info.attempt:
-            return "Slurm is starting the job again already"
+            return True, "Slurm is starting the job again already"
         if record.cancelled:
             raise NotPermittedError("somebody cancelled the job")
         if isinstance(action, m.Hold):
-            return self._cluster.hold(action.reason)
+            return False, self._cluster.hold(action.reason)
         text = f'{{"run_id":"{self._job.info.run_id}","attempt":{self._job.info.attempt}}}\n'
         good = [node for node in self._job.layout.nodes if node not in bad]
         self._starter.mark(good, paths.continues(self._job.job_dir), text)
         if self._engine is not None and not action.alone:
             try:
-                return self._engine.continue_job(
-                    self._job.info.job_id, bad_nodes=bad, reason=action.reason, level=action.level.name.lower()
+                level = action.level.name.lower()
+                words = self._engine.continue_job(
+                    self._job.info.job_id, bad_nodes=bad, reason=action.reason, level=level
                 )
+                return False, words
             except ResilError as error:
                 self.report("warning", words=f"the engine does not help: {error.message}")
-        return self._cluster.requeue(bad_nodes=bad)
+        return False, self._cluster.requeue(bad_nodes=bad)
 
     def _finish(self, action: m.Finish) -> None:
         self._leader.goodbye()

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,37 @@ from raw import RawState
 from slurm_resil.agent.place import from_env
 from slurm_resil.format.manifest import digest
 from slurm_resil.session import Checkpointer
+
+
+class Together:
+    """The collective that keeps ranks together: nobody is ahead of the others by more than one iteration."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self.others: list[socket.socket] = []
+        if rank == 0:
+            with socket.create_server(("", where[1]), backlog=world) as server:
+                self.others = [server.accept()[0] for _ in range(world - 1)]
+            return
+        limit = time.monotonic() + 60
+        while not self.others:
+            try:
+                self.others = [socket.create_connection(where, timeout=5)]
+            except OSError:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.05)
+        self.others[0].settimeout(None)
+
+    def __call__(self, rank: int) -> None:
+        if rank:
+            self.others[0].sendall(b".")
+        for other in self.others:
+            if not other.recv(1):
+                raise ConnectionError("a rank is gone")
+        if not rank:
+            for other in self.others:
+                other.sendall(b".")
 
 
 def main() -> int:
@@ -41,6 +73,7 @@ def main() -> int:
 
     with Checkpointer(place, lambda slots, private: state, every=place.every) as checkpointer:
         start = checkpointer.restore(timeout_s=60)
+        together = Together(place.rank, place.info.world_size)
         say(start=start, loaded=state.loaded, cycle=place.info.cycle, attempt=place.info.attempt, pid=os.getpid())
         for number in range(start + 1, options.iterations + 1):
             for rank, at, code, *once in fails:
@@ -54,6 +87,7 @@ def main() -> int:
                 time.sleep(0.1)
             state.train(number)
             time.sleep(options.pace)
+            together(place.rank)
             if checkpointer.step(number):
                 say(stopped=number)
                 while options.linger:

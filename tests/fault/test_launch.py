@@ -127,7 +127,7 @@ def test_no_restarts_when_none_are_wanted(start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_saves_ends_with_75_and_goes_on_later(start, number):
-    run = start("stop", "--iterations", "400", "--pace", "0.02")
+    run = start("stop", "--iterations", "400", "--pace", "0.05")
     run.wait_event("durable")
     run.process.send_signal(number)
     code, lines, err = run.end()

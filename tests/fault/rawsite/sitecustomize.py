@@ -40,7 +40,7 @@ def drain(arguments: list[str]) -> None:
 
     run_dir, job_dir = option(arguments, "--run-dir"), option(arguments, "--job-dir")
     iteration = int(option(arguments, "--iteration"))
-    time.sleep(float(os.environ.get("RAW_DRAIN_S", "0.2")))
+    time.sleep(float(os.environ.get("RAW_DRAIN_S", "0.05")))
     if Path(run_dir, "no-drain").exists():
         print(json.dumps({"event": "failed", "error": "storage refuses", "exit_code": 1}))
         end(1)

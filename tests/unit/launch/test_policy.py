@@ -106,6 +106,15 @@ def test_stop_saves_drains_waits_for_the_ranks_and_continues():
     assert b.on(m.Asked(signum=signal.SIGTERM)) == [m.Finish(code=75, words="the job starts again")]
 
 
+def test_an_attempt_that_slurm_counts_as_over_does_not_wait_for_a_kill_that_may_never_come():
+    b = Bench()
+    b.notice()
+    b.on(m.StopReached(iteration=44))
+    b.on(m.RanksEnded(verdict=OK))
+    b.drained(44)
+    assert kinds(b.on(m.Continued(accepted=True, already=True))) == [m.Goodbye, m.Finish]
+
+
 def test_stop_interrupts_a_capped_drain_of_an_older_checkpoint():
     b = Bench()
     b.on(m.SealedAll(iteration=40))
