@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from slurm_resil.core.costs import Costs
 from slurm_resil.core.errors import ResilError
 from slurm_resil.core.log import event
-from slurm_resil.core.model import Notice
+from slurm_resil.core.model import Notice, NoticeKind
 from slurm_resil.launch.cluster import Cluster
 from slurm_resil.watch.deadline import JobTimes, due, lead_s
 
 POLL_FAR_S = 30.0
 POLL_NEAR_S = 5.0
 NEAR_S = 120.0  # from the moment at which a checkpoint would begin
+CLOSER_S = 1.0
 PARTS = ("save", "drain")
 log = logging.getLogger(__name__)
 
@@ -36,18 +38,24 @@ class DeadlineWatch:
         self._cluster, self._costs, self._override_s, self._clock = cluster, costs, override_s, clock
         self._times: JobTimes | None = None
         self._next_s = 0.0
-        self._said = False
+        self._said: dict[NoticeKind, float] = {}
 
-    def __call__(self) -> list[Notice]:
-        """Notices that are due now; each is given once."""
+    def __call__(self, *, hurry: bool = False) -> list[Notice]:
+        """Notices that are due now; each kind is given once, and again when its deadline has come closer.
+
+        Args:
+            hurry: Ask Slurm now: somebody has heard that the job must go, and not by when.
+        """
         now = self._clock()
-        if now >= self._next_s:
+        if hurry or now >= self._next_s:
             self._ask(now)
-        if self._said or self._times is None:
+        notice = due(self._times, now, self._lead()) if self._times is not None else None
+        if notice is None or notice.deadline_s is None:
             return []
-        notice = due(self._times, now, self._lead())
-        self._said = notice is not None
-        return [notice] if notice else []
+        if notice.deadline_s > self._said.get(notice.kind, math.inf) - CLOSER_S:
+            return []
+        self._said[notice.kind] = notice.deadline_s
+        return [notice]
 
     def _lead(self) -> float:
         found = tuple(value for value in map(self._costs.p99, PARTS) if value is not None)

@@ -200,14 +200,15 @@ def rules(cluster: Cluster, wishes: Wishes) -> tuple[Rules, str]:
         return Rules(max_restarts=restarts, max_idle_attempts=idle, can_continue=False, why_not=no), ""
     try:
         record = cluster.record()
+        customs = cluster.customs(record.partition)
     except ResilError as error:
         warning = f"cannot tell whether this job can be requeued: {error.message}"
         return Rules(max_restarts=restarts, max_idle_attempts=idle), warning
     why = record.why_no_requeue()
     warning = why and f"this job cannot be requeued: {why}"
-    if not why and record.preempt_mode in ("CANCEL", "SUSPEND", "GANG,SUSPEND"):
+    if not why and customs.preempt_mode in ("CANCEL", "SUSPEND", "GANG,SUSPEND"):
         warning = (
-            f"its partition has PreemptMode={record.preempt_mode}: Slurm itself never requeues a preempted job there, "
+            f"its partition has PreemptMode={customs.preempt_mode}: Slurm itself never requeues a preempted job there, "
             "only this launcher does, and only within the partition's GraceTime"
         )
     made = Rules(
@@ -215,7 +216,7 @@ def rules(cluster: Cluster, wishes: Wishes) -> tuple[Rules, str]:
         max_idle_attempts=idle,
         can_continue=not why,
         why_not=why,
-        kill_wait_s=record.kill_wait_s,
+        kill_wait_s=customs.kill_wait_s,
     )
     return made, warning
 

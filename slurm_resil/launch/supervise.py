@@ -75,6 +75,14 @@ class Engine(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Looks at the job's deadline; may take its time."""
+
+    def __call__(self, *, hurry: bool = False) -> list[Notice]:
+        """Notices that are due; ``hurry``: ask Slurm now, not the last answer."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Host(e.LeaderEvent):
     """Something of the launcher's own, in the leader's order of events."""
@@ -95,7 +103,7 @@ class Supervisor:
         events: Event log.
         attempt: Record of this attempt.
         engine: Recovery engine, None if there is none.
-        watch: Looks at the job's deadline; may take its time.
+        watch: Looks at the job's deadline.
         cap_bytes_s: Bandwidth of drains while training.
     """
 
@@ -111,7 +119,7 @@ class Supervisor:
         events: EventLog,
         attempt: Attempt,
         engine: Engine | None = None,
-        watch: Callable[[], list[Notice]] | None = None,
+        watch: Watch | None = None,
         cap_bytes_s: float | None = None,
     ) -> None:
         self._job, self._command = job, tuple(command)
@@ -126,6 +134,7 @@ class Supervisor:
         self._starting: tuple[float, int] | None = None
         self._present: set[str] = set()
         self._over = threading.Event()
+        self._hurry = threading.Event()  # a stop without a deadline was heard
         self._code: int | None = None
         self._cycle = 0
 
@@ -190,6 +199,8 @@ class Supervisor:
                 deadline = None
                 if notice.deadline_s is not None:
                     deadline = time.monotonic() + notice.deadline_s - time.time()
+                elif notice.stop:
+                    self._hurry.set()
                 return m.Noticed(kind=notice.kind, stop=notice.stop, deadline=deadline, source=notice.source)
             case e.StopReached():
                 return m.StopReached(iteration=happened.iteration, saved=happened.saved)
@@ -205,9 +216,11 @@ class Supervisor:
     def _watch_deadline(self) -> None:
         """Thread: looking at Slurm may take seconds."""
         assert self._watch is not None
-        while not self._over.wait(WATCH_S):
+        while not self._over.is_set():
+            hurry = self._hurry.wait(WATCH_S)
+            self._hurry.clear()
             try:
-                for notice in self._watch():
+                for notice in self._watch(hurry=hurry):
                     self._leader.notice(notice)
             except ResilError as error:
                 event(log, "watch_failed", level=logging.WARNING, why=str(error))

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slurm_resil.launch.cluster import fields
 from slurm_resil.sandbox import Sandbox
+from slurm_resil.slurm.scontrol import fields
 
 FAULT = Path(__file__).resolve().parents[1] / "fault"
 ROOT = FAULT.parents[1]

@@ -51,3 +51,15 @@ def test_a_longer_limit_is_followed_and_preemption_comes_at_once() -> None:
     assert watch() == []
     now[0] = 1095.0
     assert [notice.kind for notice in watch()] == [NoticeKind.PREEMPTION]
+
+
+def test_a_preemption_is_told_though_the_walltime_was() -> None:
+    now = [1040.0]
+    watch = DeadlineWatch(
+        Answers(JOB, {**JOB, "EndTime": "1052", "PreemptTime": "1041"}), Costs(), clock=lambda: now[0]
+    )
+    assert [notice.kind for notice in watch()] == [NoticeKind.WALLTIME]
+    now[0] = 1041.0
+    assert watch() == []  # not asked yet
+    assert [(notice.kind, notice.deadline_s) for notice in watch(hurry=True)] == [(NoticeKind.PREEMPTION, 1052.0)]
+    assert watch(hurry=True) == []
