@@ -110,7 +110,18 @@ class Quickstart:
         story.wait_training(job, starts=2, beyond=8)
         urgent_id = int(
             story.sandbox.run(
-                ["sbatch", "--parsable", "-p", "urgent", "-N4", "--time=1", "--output=/dev/null", "--wrap", "sleep 3"],
+                [
+                    "sbatch",
+                    "--parsable",
+                    "-p",
+                    "urgent",
+                    "-N4",
+                    "--exclusive",
+                    "--time=1",
+                    "--output=/dev/null",
+                    "--wrap",
+                    "sleep 3",
+                ],
                 user="bob",
             ).stdout.strip()
         )

@@ -75,7 +75,7 @@ static int take(int index, const char *value, int remote)
 	if (index < 0 || index >= OPTIONS)
 		return -1;
 	option = &options[index];
-	if (!value || !strcmp(value, "(null)"))
+	if (!value || !value[0] || !strcmp(value, "(null)"))
 		value = index == RESIL ? "on" : "";
 	if (!option->valid(value)) {
 		slurm_error("slurm_resil: %.200s is not valid here, write it as in %s", value, option->example);

@@ -105,6 +105,7 @@ def create_skeleton(
     user_block_bytes: int = 0,
     alignment_bytes: int = layout.ALIGNMENT_BYTES,
     alignment_from_bytes: int = 1,
+    mode: int = 0o600,
 ) -> Skeleton:
     """Create an HDF5 file with all datasets in place and no data, and close it.
 
@@ -115,6 +116,7 @@ def create_skeleton(
         user_block_bytes: Bytes in front of the HDF5 superblock, 0 or a power of two from 512.
         alignment_bytes: Objects of at least ``alignment_from_bytes`` start at a multiple of it.
         alignment_from_bytes: See ``alignment_bytes``; large for large alignments, or small tensors waste space.
+        mode: Permission bits of the file, before the umask.
 
     Returns:
         Where each dataset's bytes belong. Whoever writes them does so with plain or MPI writes at these offsets.
@@ -130,7 +132,7 @@ def create_skeleton(
     create = h5p.create(h5p.FILE_CREATE)
     create.set_userblock(user_block_bytes)
     # exclusive, without following a link; HDF5 then truncates our own empty file
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))
     try:
         file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fcpl=create, fapl=access)
         try:

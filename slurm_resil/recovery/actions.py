@@ -20,6 +20,9 @@ from slurm_resil.slurm.scontrol import Commands
 POLL_S = 0.2
 PENDING_S = 180.0  # KillWait and the epilog are in it
 RUNNING_S = 120.0
+# slurmd refuses a job whose credential is not at least a second younger than the kill of its last attempt ("already
+# killed, do not launch"), and the clocks of nodes differ
+SETTLE_S = 2.5
 GUARD_MINUTES = 15
 
 
@@ -54,10 +57,11 @@ class Continuation:
         """
         bad = [name for name in self._incident.bad if self._drain(name)]
         self._take_down(bad)
-        self._clear_guard()
         state = self._wait(("PENDING",), PENDING_S)
         if state != "PENDING":
             return f"the job is {state}: nothing to continue"
+        self._clear_guard()
+        time.sleep(SETTLE_S)
         wanted = self._wanted_nodes()
         if wanted:
             users = f"{self._owner()},root"

@@ -20,7 +20,18 @@ def story() -> Iterator[Story]:
 def preempt(story: Story, job: Job) -> None:
     """Let somebody else's job take all nodes for a moment, and wait until ours trains again."""
     starts = len(job.starts)
-    command = ["sbatch", "--parsable", "-p", "urgent", "-N4", "--time=2", "--output=/dev/null", "--wrap", "hostname"]
+    command = [
+        "sbatch",
+        "--parsable",
+        "-p",
+        "urgent",
+        "-N4",
+        "--exclusive",
+        "--time=2",
+        "--output=/dev/null",
+        "--wrap",
+        "hostname",
+    ]
     other = int(story.sandbox.run(command, user="bob").stdout)
     story.wait_training(job, starts=starts + 1, timeout_s=150)
     record = story.scontrol("-o", "show", "job", str(other))

@@ -70,7 +70,7 @@ class World:
                 items.append(
                     Item(
                         name=name,
-                        dtype=f"numpy.{one.data.dtype.name}",
+                        dtype=f"numpy.{one.data.dtype.str}",
                         shape=one.data.shape,
                         offset=at if raw else None,
                         nbytes=len(raw),
