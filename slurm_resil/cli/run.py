@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import click
 
 from slurm_resil.core import log, units
-from slurm_resil.core.errors import ResilError
+from slurm_resil.core.errors import ConfigError, ResilError, UsageError
 from slurm_resil.launch import layout as places
 from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Cluster
@@ -86,9 +86,12 @@ def run(
     sys.exit(_supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap))
 
 
-def _lead_override(env: Mapping[str, str]) -> float | None:
-    text = env.get("SLURM_RESIL_LEAD")
-    return units.duration_s(text) if text else None
+def _duration(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name)
+    try:
+        return units.duration_s(text) if text else None
+    except UsageError as error:
+        raise ConfigError(f"{name}: {error.message}", mend=error.mend, key=name) from error
 
 
 def _supervise(
@@ -121,7 +124,7 @@ def _supervise(
             ranks_per_node=layout.ranks_per_node,
             run_dir=run_dir,
             host="127.0.0.1" if wishes.local else setup.own_address(cluster, allocation),
-            interval_s=None,
+            interval_s=_duration(env, "SLURM_RESIL_INTERVAL"),
         )
         job = setup.make_job(
             allocation,
@@ -145,7 +148,7 @@ def _supervise(
             events=events,
             attempt=record,
             engine=engine,
-            watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, _lead_override(env)),
+            watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, _duration(env, "SLURM_RESIL_LEAD")),
             cap_bytes_s=cap,
         )
         supervisor.report(
