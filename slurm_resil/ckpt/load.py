@@ -111,6 +111,9 @@ class _Walker:
 
     def _replace(self, live: Any, node: Any, path: Path, assign: Assign | None) -> None:
         """Put a plain value in place; a list or dict stays the same object."""
+        if kind_of(node) in ("tensor", "ndarray") and live is not None:
+            self._plan.differ(path, f"a {kind_of(node)} in the checkpoint, a {type(live).__name__} in the state")
+            return
         value = self._plan.decoding(node, path, live)
         if isinstance(live, dict) and type(live) is plain.DICT_KINDS.get(kind_of(node)):
             self._plan.copies.append(lambda: _refill(live, value()))

@@ -140,7 +140,7 @@ class Arena:
     def _forget(self, index: int) -> None:
         """Remove the manifest of what the slot holds: presence means valid, and that ends here."""
         path = paths.slot(self._job_dir, self._rank, index)
-        with contextlib.suppress(FileNotFoundError, DataError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, DataError):
             with open(path, "rb") as file:
                 stamp = stamps.read(file.read(stamps.BYTES), where=path)
             manifest = paths.manifest(self._job_dir, stamp.iteration, self._rank)

@@ -1,0 +1,132 @@
+"""One rank of an FSDP2 training that saves and restores; started by test_sharding.
+
+Usage: fsdp_rank.py RANK WORLD DIRECTORY VERB:STYLE:WHERE...
+Styles: ``fsdp``, ``hsdp`` (two replicas), ``tp`` (FSDP2 over tensor parallelism of 2). WHERE is a directory that
+holds a burst buffer and a run. Verbs: ``save``, ``local`` (restore), ``drain``, ``drained`` (restore). After each this
+rank's hashes are written to ``DIRECTORY/<index>-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ckptworld as w
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class Model(nn.Module):
+    """Uneven rows (30 over 4, 7 over 2), tied weights, fewer rows than ranks, statistics of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(30, 7)
+        self.up = nn.Linear(7, 14)
+        self.down = nn.Linear(14, 7)
+        self.small = nn.Linear(7, 2)
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.down(torch.relu(self.up(self.token(x)))))
+        return hidden.sum() + self.small(hidden).pow(2).sum()
+
+
+def build(seed: int, rank: int, world: int, style: str) -> dict:
+    torch.manual_seed(seed)
+    model = Model()
+    if style == "fsdp":
+        mesh = dist.init_device_mesh("cpu", (world,))
+    elif style == "hsdp":
+        mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+    else:
+        both = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = both["dp"]
+    for part in (model.up, model.down):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(100 * seed + (rank // 2 if style == "tp" else rank))
+    return {"model": model, "optimizer": optimizer, "generator": generator}
+
+
+def train(state: dict, count: int) -> None:
+    for _ in range(count):
+        x = torch.randint(30, (8,), generator=state["generator"])
+        state["optimizer"].zero_grad()
+        state["model"](x).backward()
+        state["optimizer"].step()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + raw).hexdigest()
+
+
+def hashes(state: dict) -> dict[str, dict[str, str]]:
+    """Hash local parts and, gathered by torch itself, whole tensors."""
+    found: dict[str, dict[str, str]] = {"local": {}, "full": {}, "plain": {}, "placed": {}}
+    entries = dict(state["model"].state_dict())
+    names = {id(p): name for name, p in state["model"].named_parameters()}
+    for parameter, values in state["optimizer"].state.items():
+        entries.update({f"{names[id(parameter)]}.{key}": value for key, value in values.items()})
+    for name, value in entries.items():
+        if isinstance(value, DTensor):
+            found["local"][name] = digest(value.to_local())
+            found["full"][name] = digest(value.full_tensor())
+            found["placed"][name] = str(value.placements)
+        else:
+            found["plain"][name] = digest(value)
+    found["plain"]["generator"] = digest(state["generator"].get_state())
+    return found
+
+
+def act(verb: str, style: str, where: Path, rank: int, world: int, index: int) -> dict:
+    """Do one thing; returns what is to be compared."""
+    job, run = w.job(where), str(where / "r1")
+    if verb == "drain":
+        if rank == 0:
+            w.drain(job, run)
+        return {}
+    state = build(1 if verb == "save" else 2, rank, world, style)
+    report: dict = {}
+    if verb == "save":
+        train(state, 2)
+        w.save_new(job, state, rank=rank, world_size=world)
+    elif verb == "local":
+        train(state, index % 2)  # with and without state of the optimizer
+        w.load(job, state, rank=rank)
+    else:
+        restored = w.load_drained(run, state, rank, world, private="rank_mod")
+        report = {"wanted": restored.wanted_bytes, "read": restored.read_bytes}
+    report["at"] = hashes(state)
+    train(state, 2)
+    report["later"] = hashes(state)
+    return report
+
+
+def main() -> None:
+    rank, world, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world)
+    for index, action in enumerate(sys.argv[4:]):
+        verb, style, where = action.split(":")
+        report = act(verb, style, Path(where), rank, world, index)
+        Path(directory, f"{index}-{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

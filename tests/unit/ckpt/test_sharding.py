@@ -1,0 +1,196 @@
+"""Distributed tensors: extents against torch's own gathering, FSDP2 saved and restored by real ranks over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import ckptworld as w
+import pytest
+import torch
+
+from slurm_resil.core import paths
+from slurm_resil.core.errors import StateError
+from slurm_resil.format.manifest import ShardManifest
+
+pytestmark = pytest.mark.torch
+
+RANK = str(Path(__file__).parent / "fsdp_rank.py")
+
+
+def ranks(directory: Path, world: int, *actions: str) -> list[list[dict]]:
+    """Run all ranks; returns their reports by action and rank."""
+    directory.mkdir()
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = []
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(open(directory / f"log-{rank}", "w+")) for rank in range(world)]
+        try:
+            for rank, log in enumerate(logs):
+                argv = [sys.executable, "-W", "ignore", RANK, str(rank), str(world), str(directory), *actions]
+                started.append(subprocess.Popen(argv, env=env, stdout=log, stderr=log))
+            codes = [process.wait(timeout=240) for process in started]
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    text = "".join((directory / f"log-{rank}").read_text()[-3000:] for rank in range(world))
+    assert codes == [0] * world, text
+    return [
+        [json.loads((directory / f"{index}-{rank}.json").read_text()) for rank in range(world)]
+        for index in range(len(actions))
+    ]
+
+
+def full(reports: list[dict]) -> dict[str, str]:
+    assert all(report["at"]["full"] == reports[0]["at"]["full"] for report in reports)
+    return reports[0]["at"]["full"]
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Everything that was saved and restored; few processes, because each takes seconds to start."""
+
+    root: Path
+    two: list[list[dict]]
+    four: list[list[dict]]
+    three: list[list[dict]]
+    again: list[list[dict]]
+
+
+TWO = ("save:fsdp:B", "drain:fsdp:B")
+FOUR = (
+    *("drained:fsdp:B", "save:fsdp:A", "local:fsdp:A", "local:fsdp:A", "drain:fsdp:A", "drained:fsdp:A"),
+    *("save:hsdp:C", "local:hsdp:C", "drain:hsdp:C", "drained:hsdp:C"),
+    *("save:tp:D", "local:tp:D", "drain:tp:D", "drained:tp:D"),
+)
+AGAIN = ("drained:fsdp:A", "drained:tp:D", "drained:fsdp:C")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Campaign:
+    root = tmp_path_factory.mktemp("fsdp")
+    for name in "ABCD":
+        (root / name).mkdir()
+
+    def at(*actions: str) -> list[str]:
+        return [action[:-1] + str(root / action[-1]) for action in actions]
+
+    return Campaign(
+        root,
+        two=ranks(root / "two", 2, *at(*TWO)),
+        four=ranks(root / "four", 4, *at(*FOUR)),
+        three=ranks(root / "three", 3, *at("drained:fsdp:A")),
+        again=ranks(root / "again", 2, *at(*AGAIN)),
+    )
+
+
+@pytest.mark.parametrize(("style", "where"), [("fsdp", "A"), ("hsdp", "C"), ("tp", "D")])
+def test_four_ranks_save_and_restore_their_own_shards(campaign, style, where):
+    save = campaign.four[FOUR.index(f"save:{style}:{where}")]
+    restored = [n for n, action in enumerate(FOUR) if action in (f"local:{style}:{where}", f"drained:{style}:{where}")]
+    assert len(restored) >= 2
+    for index in restored:
+        for rank in range(4):
+            for when in ("at", "later"):  # and two iterations after that
+                assert campaign.four[index][rank][when] == save[rank][when]
+    placed = set(save[0]["at"]["placed"].values())
+    assert any("_StridedShard" in text for text in placed) == (style == "tp")
+    assert len({json.dumps(report["at"]["local"]) for report in save}) == (2 if style == "hsdp" else 4)
+    assert len({report["at"]["plain"]["norm.running_mean"] for report in save}) == (2 if style == "tp" else 4)
+    check_extents(w.job(campaign.root / where), 4)
+
+
+def check_extents(job: str, world: int) -> None:
+    """The extents of all ranks must cover each global tensor; replicas alone overlap."""
+    covered: dict[str, torch.Tensor] = {}
+    for rank in range(world):
+        for item in ShardManifest.load(paths.manifest(job, 1, rank)).items:
+            if item.sharing == "sharded":
+                count = covered.setdefault(item.name, torch.zeros(item.global_shape))
+                for extent in item.extents:
+                    count[tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))] += 1
+                assert sum(torch.Size(e.shape).numel() for e in item.extents) == torch.Size(item.shape).numel()
+    assert len(covered) > 15
+    for name, count in covered.items():
+        assert count.min() == count.max() >= 1, name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "where"),
+    [
+        (("two", 0), ("four", 0), "B"),
+        (("four", 1), ("three", 0), "A"),
+        (("four", 1), ("again", 0), "A"),
+        (("four", 10), ("again", 1), "D"),
+        (("four", 6), ("again", 2), "C"),
+    ],
+    ids=["2-4", "4-3", "4-2", "4-2-tp", "hsdp-fsdp"],
+)
+def test_another_number_of_ranks(campaign, before, after, where):
+    save, drained = (getattr(campaign, name)[index] for name, index in (before, after))
+    assert full(drained) == full(save)
+    whole = sum(item.nbytes for item in w.drained_items(str(campaign.root / where / "r1")) if item.rank is None)
+    for report in drained:  # the generator and the statistics of batch norm come whole
+        assert report["wanted"] < 1.5 * whole / len(drained) + 6000
+
+
+def test_a_sharded_checkpoint_goes_into_a_plain_model(campaign):
+    from fsdp_rank import Model, digest
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "generator": torch.Generator()}
+    w.load_drained(str(campaign.root / "B" / "r1"), state, 0, 1, private="rank_mod")
+    want = full(campaign.two[0])
+    for name, parameter in model.named_parameters():
+        assert digest(parameter) == want[name]
+        assert digest(optimizer.state[parameter]["exp_avg"]) == want[f"{name}.exp_avg"]
+    with pytest.raises(StateError, match="another part of the tensor is in the checkpoint"):
+        w.load(w.job(campaign.root / "B"), state)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_partial_is_refused_by_name(alone):
+    from torch.distributed.tensor import DTensor, Partial
+
+    from slurm_resil.ckpt.state import flatten
+
+    with pytest.raises(StateError, match=r"a/b: a distributed tensor placed as (Partial|P)"):
+        flatten({"a": {"b": DTensor.from_local(torch.ones(2), alone, [Partial()])}})
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 30])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_strided_splits_are_torchs_own(size, factor, chunks):
+    """Rows of a rank by way of indices equal the rows that torch gives it."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from slurm_resil.ckpt.sharding import _extents, _rows
+
+    whole = torch.arange(size * 3).reshape(size, 3)
+    for mine in range(chunks):
+        placement = _StridedShard(0, split_factor=factor)
+        local = placement._split_tensor(whole, chunks, with_padding=False)[0][mine]
+        rebuilt = torch.full_like(local, -1)
+        for extent in _extents(_rows((size, 3), [placement], [chunks], [mine])):
+            there = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
+            here = tuple(slice(s, s + n) for s, n in zip(extent.local, extent.shape, strict=True))
+            rebuilt[here] = whole[there]
+        assert torch.equal(rebuilt, local)
