@@ -1,0 +1,114 @@
+"""``slurm-resil job``: one job, from Slurm's record and the run's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import click
+
+from slurm_resil.agent.asking import ask
+from slurm_resil.agent.uplink import LeaderPlace
+from slurm_resil.catalog import RunCatalog
+from slurm_resil.core import paths
+from slurm_resil.core.errors import TryAgainError, missing_path
+from slurm_resil.launch.cluster import times
+from slurm_resil.slurm.scontrol import Commands
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_RUN_DIR = click.option(
+    "--run-dir",
+    type=click.Path(file_okay=False),
+    help="Run's directory. Default: .slurm-resil/JOB where it was submitted.",
+)
+
+
+@click.group()
+def job() -> None:
+    """Look at one job, have it checkpoint now, have it start again."""
+
+
+def _run_dir(record: Mapping[str, str], job_id: int, given: str | None) -> str:
+    root = os.environ.get("SLURM_RESIL_PREFIX") or os.path.join(record.get("WorkDir", "."), ".slurm-resil")
+    path = given or paths.run_dir(root, os.environ.get("SLURM_RESIL_RUN_ID") or str(job_id))
+    if not os.path.isdir(path):
+        raise missing_path(path, "the run's directory", "name it with --run-dir")
+    return path
+
+
+def _say(values: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(values))
+        return
+    for key, value in values.items():
+        click.echo(f"{key.replace('_', ' ')}: {value if value is not None else 'unknown'}")
+
+
+def _deadline(record: Mapping[str, str]) -> dict[str, Any]:
+    found = times(record)
+    at = found.end.at
+    return {
+        "deadline": found.end.kind,
+        "deadline_at": at.isoformat() if at else None,
+        "left_s": round(at.timestamp() - time.time(), 1) if at else None,
+        "preempted": found.preempted,
+    }
+
+
+@job.command("status")
+@click.argument("job_id", type=click.IntRange(min=1))
+@_RUN_DIR
+@_JSON
+def status(job_id: int, run_dir: str | None, as_json: bool) -> None:
+    """State, nodes, restarts, deadline, and the newest durable checkpoint."""
+    record = Commands(os.environ).show("job", str(job_id))
+    run = _run_dir(record, job_id, run_dir)
+    durable = RunCatalog(run).durable()
+    values = {
+        "job": job_id,
+        "state": record.get("JobState"),
+        "nodes": record.get("NodeList"),
+        "restarts": int(record.get("Restarts", "0")),
+        **_deadline(record),
+        "run_dir": run,
+        "durable": durable[0] if durable else None,
+    }
+    _say(values, as_json=as_json)
+
+
+@job.command("deadline")
+@click.argument("job_id", type=click.IntRange(min=1))
+@_JSON
+def deadline(job_id: int, as_json: bool) -> None:
+    """When Slurm will end the job."""
+    _say({"job": job_id, **_deadline(Commands(os.environ).show("job", str(job_id)))}, as_json=as_json)
+
+
+@job.command("checkpoint")
+@click.argument("job_id", type=click.IntRange(min=1))
+@_RUN_DIR
+@click.option("--level", type=click.Choice(["local", "durable"]), default="durable", show_default=True)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds.")
+@_JSON
+def checkpoint(
+    job_id: int, run_dir: str | None, level: Literal["local", "durable"], timeout_s: float, as_json: bool
+) -> None:
+    """Have the job checkpoint now, and wait until it is as safe as asked for."""
+    record = Commands(os.environ).show("job", str(job_id))
+    place = LeaderPlace(
+        run_dir=_run_dir(record, job_id, run_dir), job_id=job_id, attempt=int(record.get("Restarts", "0"))
+    )
+    answer = ask(place, level=level, timeout_s=timeout_s)
+    if not answer.ok:
+        raise TryAgainError(answer.words or f"no checkpoint is {level} after {timeout_s:g} s", job=job_id)
+    _say({"job": job_id, "iteration": answer.iteration, "level": level}, as_json=as_json)
+
+
+@job.command("requeue")
+@click.argument("job_id", type=click.IntRange(min=1))
+def requeue(job_id: int) -> None:
+    """Have Slurm start the job again; without the two minutes' wait if its engine does it."""
+    Commands(os.environ).run("scontrol", "requeue", str(job_id))
