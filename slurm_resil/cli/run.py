@@ -23,6 +23,7 @@ from slurm_resil.recovery.client import EngineClient
 
 @click.command(context_settings={"ignore_unknown_options": False})
 @click.option("--every", type=click.IntRange(min=1), help="Checkpoint every N iterations.")
+@click.option("--interval", metavar="DURATION", help="Checkpoint every so long, as in 10min; also with --every.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Default: SLURM_NTASKS_PER_NODE, or 1.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Run ranks on so many nodes of the allocation. Default: all.")
 @click.option("--run-id", help="Name of the run over all its requeues. Default: the job id.")
@@ -43,6 +44,7 @@ from slurm_resil.recovery.client import EngineClient
 @click.argument("command", nargs=-1, required=True)
 def run(
     every: int | None,
+    interval: str | None,
     ranks_per_node: int | None,
     nodes: int | None,
     run_id: str | None,
@@ -64,6 +66,7 @@ def run(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         every=every,
+        interval=interval,
         run_id=run_id,
         srun_args=srun_args,
         max_restarts=max_restarts,
@@ -124,7 +127,7 @@ def _supervise(
             ranks_per_node=layout.ranks_per_node,
             run_dir=run_dir,
             host="127.0.0.1" if wishes.local else setup.own_address(cluster, allocation),
-            interval_s=_duration(env, "SLURM_RESIL_INTERVAL"),
+            interval_s=setup.interval_s(env, wishes),
         )
         job = setup.make_job(
             allocation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
-from slurm_resil.core import fsio, paths
+from slurm_resil.core import fsio, paths, units
 from slurm_resil.core.errors import ConfigError, ResilError, UsageError
 from slurm_resil.core.model import RunInfo
 from slurm_resil.launch import layout as places
@@ -31,6 +31,7 @@ class Wishes:
         nodes: Nodes that run ranks; default: all of the allocation.
         ranks_per_node: Ranks on each.
         every: Iterations between checkpoints.
+        interval: Time between checkpoints, as people write it.
         run_id: Name of the run.
         srun_args: More srun arguments for the ranks.
         max_restarts: See Rules.
@@ -41,6 +42,7 @@ class Wishes:
     nodes: int | None = None
     ranks_per_node: int | None = None
     every: int | None = None
+    interval: str | None = None
     run_id: str | None = None
     srun_args: tuple[str, ...] = ()
     max_restarts: int = 3
@@ -111,6 +113,21 @@ def local_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
     attempt = before[-1].attempt + 1 if before else 0
     job_id = zlib.crc32(run_id.encode()) + 1  # as a rank outside Slurm makes it
     return Allocation(job_id=job_id, run_id=run_id, attempt=attempt, nodes=(node,), ranks_per_node=1, here=node)
+
+
+def interval_s(env: Mapping[str, str], wishes: Wishes) -> float | None:
+    """Seconds between checkpoints, None if nobody said.
+
+    Raises:
+        UsageError: That is no duration, or none at all.
+    """
+    text = wishes.interval or env.get("SLURM_RESIL_INTERVAL")
+    if not text:
+        return None
+    seconds = units.duration_s(text)
+    if seconds <= 0:
+        raise UsageError(f"an interval of {text!r} between checkpoints is not possible", mend="write 10min, say")
+    return seconds
 
 
 def prefix_root(env: Mapping[str, str]) -> str:
@@ -223,7 +240,7 @@ def rules(cluster: Cluster, wishes: Wishes) -> tuple[Rules, str]:
 
 def clean_env(env: Mapping[str, str], wishes: Wishes) -> dict[str, str]:
     """Environment that everything is started from: without Slurm's variables where there is no Slurm."""
-    drop = ("SLURM_",) if wishes.local else ()
+    drop = ("SLURM_", "SLURMD_") if wishes.local else ()
     keep = {name: value for name, value in env.items() if not name.startswith(drop or ("\0",))}
     keep |= {name: value for name, value in env.items() if name.startswith("SLURM_RESIL_")}
     return keep

@@ -1,0 +1,45 @@
+import json
+import threading
+
+from slurm_resil.launch import records
+from slurm_resil.launch.guard import AttemptRecord
+
+
+def test_events_of_several_threads_do_not_mix(tmp_path):
+    log = records.EventLog(str(tmp_path), 2)
+    threads = [
+        threading.Thread(target=lambda n=n: [log.write("x", n=n, text="y" * 500) for _ in range(50)]) for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    entries = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert len(entries) == 200
+    assert {entry["attempt"] for entry in entries} == {2}
+
+
+def test_an_event_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path):
+    log = records.EventLog(str(tmp_path / "missing"), 0)
+    assert str(tmp_path) in log.write("x")
+    assert log.write("x") == ""
+
+
+def test_history_is_in_order_of_attempts_and_without_this_one(tmp_path):
+    for number, restored in ((10, 30), (2, 0), (9, None)):
+        attempt = records.Attempt(str(tmp_path), number, job_id=7, nodes=["a"])
+        attempt.update(restored=restored, held=number == 9)
+    assert records.history(str(tmp_path), 11) == [
+        AttemptRecord(attempt=2, restored=0),
+        AttemptRecord(attempt=9, restored=None, held=True),
+        AttemptRecord(attempt=10, restored=30),
+    ]
+    assert [entry.attempt for entry in records.history(str(tmp_path), 10)] == [2, 9]
+    assert records.history(str(tmp_path / "none"), 3) == []
+
+
+def test_a_torn_record_counts_as_an_attempt_that_gained_nothing(tmp_path):
+    records.Attempt(str(tmp_path), 0, job_id=7, nodes=["a"]).update(restored=5)
+    (tmp_path / "attempts" / "0.json").write_text('{"restored": 5')
+    (tmp_path / "attempts" / "notes.json").write_text("{}")
+    assert records.history(str(tmp_path), 1) == [AttemptRecord(attempt=0, restored=None)]
