@@ -1,0 +1,393 @@
+"""The site's configuration, ``site.toml``: read once, checked as a whole, all faults told at once.
+
+No file means working defaults for one host. What a key may hold, its example and its default stand in one place, the
+dataclass of its section.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from slurm_resil.core import units
+from slurm_resil.core.errors import ConfigError, UsageError
+
+DEFAULT_PATH = "/etc/slurm-resil/site.toml"
+PATH_VARIABLE = "SLURM_RESIL_SITE"
+MODES = ("observe", "act")
+# what [security] user_may can name: settings of a job, see core.settings
+JOB_SETTINGS = ("bb_root", "prefix", "every", "interval", "lead", "cap", "engine")
+
+_PLACEHOLDER = re.compile(r"\{[^}]*\}?")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:(\d{1,5})")
+_HINT = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class _BadError(Exception):
+    """A value that cannot be; the text says what is needed instead."""
+
+
+def _path(value: object) -> str:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise _BadError("an absolute path is needed")
+    if any(ord(char) < 32 for char in value):
+        raise _BadError("a path has no control characters")
+    plain = os.path.normpath(value)
+    if plain == "/":
+        raise _BadError("the root of the file system is no directory for this")
+    return plain
+
+
+def _fixed_path(value: object) -> str:
+    plain = _path(value)
+    if _PLACEHOLDER.search(plain):
+        raise _BadError("this path is the same for all users: no {user} or {uid} here")
+    return plain
+
+
+def _user_path(value: object) -> str:
+    plain = _path(value)
+    odd = sorted(set(_PLACEHOLDER.findall(plain)) - {"{user}", "{uid}"})
+    if odd:
+        raise _BadError(f"{', '.join(odd)} means nothing here, only {{user}} and {{uid}} do")
+    return plain
+
+
+def _duration(value: object) -> float:
+    if not isinstance(value, str):
+        raise _BadError("a duration is needed, in quotes and with its unit")
+    try:
+        seconds = units.duration_s(value)
+    except UsageError as error:
+        raise _BadError("a duration is needed, with its unit") from error
+    if seconds <= 0:
+        raise _BadError("more than nothing is needed")
+    return seconds
+
+
+def _rate(value: object) -> float:
+    if not isinstance(value, str) or not value.rstrip().endswith("/s"):
+        raise _BadError("bytes per second are needed, in quotes and with /s at the end")
+    try:
+        size = units.size_bytes(value.rstrip().removesuffix("/s"))
+    except UsageError as error:
+        raise _BadError("bytes per second are needed") from error
+    if size < 1:
+        raise _BadError("at least one byte per second is needed")
+    return float(size)
+
+
+def _count(least: int) -> Callable[[object], int]:
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _BadError(f"a whole number from {least} is needed")
+        return value
+
+    return read
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _BadError("true or false is needed")
+    return value
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise _BadError("a name of letters, digits and . _ - is needed")
+    return value
+
+
+def _address(value: object) -> str:
+    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise _BadError("HOST:PORT is needed")
+    return match[0]
+
+
+def _mode(value: object) -> str:
+    if not isinstance(value, str) or value not in MODES:
+        raise _BadError(f"one of {', '.join(MODES)} is needed")
+    return value
+
+
+def _hints(value: object) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        raise _BadError("a table of MPI-IO hints is needed")
+    for key, hint in value.items():
+        if not _HINT.fullmatch(key) or isinstance(hint, bool) or not isinstance(hint, (str, int)) or hint == "":
+            raise _BadError(f"the hint {key} needs a text or a whole number")
+    return MappingProxyType({key: str(hint) for key, hint in value.items()})
+
+
+def _settings(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _BadError("a list of names is needed")
+    odd = [item for item in value if item not in JOB_SETTINGS]
+    if odd:
+        raise _BadError(f"{', '.join(map(repr, odd))} cannot be named here, only {', '.join(JOB_SETTINGS)}")
+    return tuple(dict.fromkeys(value))
+
+
+def _key(default: Any, read: Callable[[object], object], example: str, name: str = "") -> Any:
+    return dataclasses.field(default=default, metadata={"read": read, "example": example, "name": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurstBuffer:
+    """``[burst_buffer]``: node-local storage.
+
+    Attributes:
+        root: Directory on every node, owned by root; None: one per user in ``/dev/shm``.
+        all_jobs: The prolog makes directories for jobs without ``--resil`` too.
+        log: File of prolog and epilog; empty: standard error, which slurmd logs.
+    """
+
+    root: str | None = _key(None, _fixed_path, '"/local/slurm-resil"')
+    all_jobs: bool = _key(False, _switch, "false")
+    log: str = _key("", _fixed_path, '"/var/log/slurm-resil-hooks.jsonl"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """``[prefix]``: the parallel file system.
+
+    Attributes:
+        root: Directory of the runs; ``{user}`` and ``{uid}`` stand for the job's owner; None: where it was submitted.
+    """
+
+    root: str | None = _key(None, _user_path, '"/scratch/{user}/slurm-resil"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """``[schedule]``: when to save.
+
+    Attributes:
+        lead_s: Time to save before a deadline, seconds; None: from measured times.
+        every: Iterations between checkpoints; None: no cadence by iterations.
+        interval_s: Seconds between checkpoints; None: no cadence by time.
+    """
+
+    lead_s: float | None = _key(None, _duration, '"90s"', "lead")
+    every: int | None = _key(None, _count(1), "500")
+    interval_s: float | None = _key(None, _duration, '"10min"', "interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """``[drain]``: from the burst buffer to the parallel file system.
+
+    Attributes:
+        cap_bytes_s: Limit while training, all nodes of a job together, bytes/s; None: none.
+        hints: MPI-IO hints by name.
+    """
+
+    cap_bytes_s: float | None = _key(None, _rate, '"2GB/s"', "cap")
+    hints: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: MappingProxyType({}),
+        metadata={"read": _hints, "example": "{ striping_factor = 8 }", "name": ""},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeue:
+    """``[requeue]``: how often a job may come back.
+
+    Attributes:
+        max_restarts: Restarts without progress.
+        max_idle_attempts: Attempts in a row that gain no iteration, before the job is held.
+    """
+
+    max_restarts: int = _key(3, _count(0), "3")
+    max_idle_attempts: int = _key(3, _count(1), "3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spares:
+    """``[spares]``: nodes held to replace others.
+
+    Attributes:
+        reservation: Slurm reservation that holds them; empty: there are none.
+    """
+
+    reservation: str = _key("", _name, '"spares"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """``[engine]``: the recovery engine.
+
+    Attributes:
+        address: ``HOST:PORT`` where it listens; empty: there is none.
+        mode: ``observe`` or ``act``.
+        db: Its database.
+    """
+
+    address: str = _key("", _address, '"ctl.example.org:7878"')
+    mode: str = _key("observe", _mode, '"observe"')
+    db: str = _key("/var/lib/slurm-resil/engine.db", _fixed_path, '"/var/lib/slurm-resil/engine.db"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """``[security]``: who may what.
+
+    Attributes:
+        user_may: Settings that a job may have of its own.
+    """
+
+    user_may: tuple[str, ...] = _key(JOB_SETTINGS, _settings, '["every", "interval", "lead"]')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A site's configuration.
+
+    Attributes:
+        path: The file that was read; empty: none, everything is a default.
+        given: ``section.key`` of everything that the file says.
+    """
+
+    path: str = ""
+    given: frozenset[str] = frozenset()
+    burst_buffer: BurstBuffer = BurstBuffer()
+    prefix: Prefix = Prefix()
+    schedule: Schedule = Schedule()
+    drain: Drain = Drain()
+    requeue: Requeue = Requeue()
+    spares: Spares = Spares()
+    engine: Engine = Engine()
+    security: Security = Security()
+
+    def source(self, section: str, key: str) -> str:
+        """Where a value comes from: the file with section and key, or ``default``."""
+        return f"{self.path} [{section}] {key}" if f"{section}.{key}" in self.given else "default"
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "burst_buffer": BurstBuffer,
+    "prefix": Prefix,
+    "schedule": Schedule,
+    "drain": Drain,
+    "requeue": Requeue,
+    "spares": Spares,
+    "engine": Engine,
+    "security": Security,
+}
+
+
+def keys(section: str) -> dict[str, dataclasses.Field[Any]]:
+    """Keys of a section of ``site.toml``, with the field each is read into."""
+    return {field.metadata["name"] or field.name: field for field in dataclasses.fields(_SECTIONS[section])}
+
+
+def load(env: Mapping[str, str], path: str | None = None) -> Site:
+    """Read the site's configuration.
+
+    Args:
+        env: Environment; ``SLURM_RESIL_SITE`` names the file if ``path`` does not.
+        path: The file.
+
+    Raises:
+        ConfigError: A file that was named is not there, or the file has faults; all of them at once.
+    """
+    named = path or env.get(PATH_VARIABLE)
+    where = named or DEFAULT_PATH
+    try:
+        with open(where, "rb") as file:
+            raw = file.read()
+    except FileNotFoundError as error:
+        if not named:
+            return Site()
+        raise ConfigError(
+            f"the site's configuration {where} does not exist",
+            mend=f"write it, or leave out --site and {PATH_VARIABLE}: the defaults work without a file",
+            path=where,
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {where}: {error.strerror}", mend="make it readable for all", path=where
+        ) from error
+    try:
+        text = raw.decode()
+        document = tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{where} is not TOML", faults=(f"{where}: {error}",), path=where) from error
+    return parse(document, where)
+
+
+def parse(document: Mapping[str, object], path: str) -> Site:
+    """Check a document and make a Site of it.
+
+    Raises:
+        ConfigError: It has faults; all of them at once.
+    """
+    faults: list[str] = []
+    given: set[str] = set()
+    sections = {}
+    for name, table in document.items():
+        if name not in _SECTIONS:
+            faults.append(f"{path}: [{name}] is unknown; sections are {', '.join(_SECTIONS)}")
+        elif not isinstance(table, dict):
+            faults.append(f"{path}: {name} is {table!r}, a section is needed, as in [{name}]")
+        else:
+            sections[name] = _section(name, table, path, given, faults)
+    # what is there but wrong is told as wrong, not as missing too
+    said = {f"{name}.{key}" for name, table in document.items() if isinstance(table, dict) for key in table}
+    site = Site(path=path, given=frozenset(given), **sections)
+    faults += [f"{path}: {words}" for words in _contradictions(site, said)]
+    if faults:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise ConfigError(f"{path} has {count}", faults=tuple(faults), path=path)
+    return site
+
+
+def _section(name: str, table: Mapping[str, object], path: str, given: set[str], faults: list[str]) -> Any:
+    known = keys(name)
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            faults.append(f"{path}: [{name}] {key} is unknown; keys are {', '.join(known)}")
+            continue
+        example = known[key].metadata["example"]
+        try:
+            values[known[key].name] = known[key].metadata["read"](value)
+            given.add(f"{name}.{key}")
+        except _BadError as error:
+            faults.append(f"{path}: [{name}] {key} is {value!r}: {error}, as in {key} = {example}")
+    return _SECTIONS[name](**values)
+
+
+def _inside(path: str, other: str) -> bool:
+    return path == other or path.startswith(other + "/")
+
+
+def _contradictions(site: Site, said: set[str]) -> list[str]:
+    found = []
+    local, shared = site.burst_buffer.root, site.prefix.root
+    if local and shared and (_inside(local, shared) or _inside(shared, local)):
+        found.append(
+            f"[burst_buffer] root is {local!r} and [prefix] root is {shared!r}: one is node-local, the other shared "
+            'by all nodes, as in "/local/slurm-resil" and "/scratch/{user}/slurm-resil"'
+        )
+    if site.burst_buffer.all_jobs and "burst_buffer.root" not in said:
+        found.append(
+            "[burst_buffer] all_jobs is true without a root: the prolog needs a directory of the site, "
+            'as in root = "/local/slurm-resil"'
+        )
+    if site.engine.mode == "act" and "engine.address" not in said:
+        found.append("[engine] mode is 'act' without an address: nobody reaches it, as in address = \"ctl:7878\"")
+    if site.spares.reservation and "engine.address" not in said:
+        found.append(
+            f"[spares] reservation is {site.spares.reservation!r} without an [engine] address: only the engine "
+            'uses spares, as in address = "ctl:7878"'
+        )
+    return found

@@ -1,0 +1,156 @@
+"""What holds for one job: its environment over the site over the defaults; every value knows its source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from slurm_resil.core import units
+from slurm_resil.core.config import Site
+from slurm_resil.core.errors import ConfigError, UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value(Generic[T]):
+    """A value.
+
+    Attributes:
+        value: It.
+        source: Variable, file with section and key, or ``default``.
+    """
+
+    value: T
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a job.
+
+    Attributes:
+        bb_root: Where the directories of jobs are on a node.
+        prefix_root: Where the directories of runs are.
+        every: Iterations between checkpoints; None: no such cadence.
+        interval_s: Seconds between checkpoints; None: no such cadence.
+        lead_s: Time to save before a deadline, seconds; None: from measured times.
+        cap_bytes_s: Limit of drains while training, bytes/s; None: none.
+        engine: ``HOST:PORT`` of the recovery engine; empty: none.
+    """
+
+    bb_root: Value[str]
+    prefix_root: Value[str]
+    every: Value[int | None]
+    interval_s: Value[float | None]
+    lead_s: Value[float | None]
+    cap_bytes_s: Value[float | None]
+    engine: Value[str]
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], site: Site) -> Settings:
+        """Read the environment of a job.
+
+        Raises:
+            ConfigError: Variables that make no sense, or that the site does not leave to jobs; all at once.
+        """
+        read = _Reader(env, site)
+        made = cls(
+            bb_root=read.get("bb_root", "BB_ROOT", _path, "burst_buffer", "root", site.burst_buffer.root or _bb_root()),
+            prefix_root=read.get("prefix", "PREFIX", _absolute, "prefix", "root", _prefix_root(env, site)),
+            every=read.get("every", "EVERY", _count, "schedule", "every", site.schedule.every),
+            interval_s=read.get("interval", "INTERVAL", _duration, "schedule", "interval", site.schedule.interval_s),
+            lead_s=read.get("lead", "LEAD", _duration, "schedule", "lead", site.schedule.lead_s),
+            cap_bytes_s=read.get("cap", "CAP", _rate, "drain", "cap", site.drain.cap_bytes_s),
+            engine=read.get("engine", "ENGINE", str, "engine", "address", site.engine.address),
+        )
+        if read.faults:
+            raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
+        return made
+
+
+class _Reader:
+    def __init__(self, env: Mapping[str, str], site: Site) -> None:
+        self._env, self._site = env, site
+        self.faults: list[str] = []
+
+    def get(
+        self, setting: str, variable: str, parse: Callable[[str], T], section: str, key: str, otherwise: T
+    ) -> Value[T]:
+        """The variable's value if it is set, else the site's or the default."""
+        below = Value(value=otherwise, source=self._site.source(section, key))
+        name = f"SLURM_RESIL_{variable}"
+        text = self._env.get(name)
+        if not text:
+            return below
+        try:
+            value = parse(text)
+        except UsageError as error:
+            self.faults.append(f"{name}: {error.message}; {error.mend}")
+            return below
+        # the launcher passes on what it found: the site's own value is no override
+        if value == otherwise and setting not in self._site.security.user_may:
+            return below
+        if setting not in self._site.security.user_may:
+            self.faults.append(
+                f"{name}={text!r}: this site leaves {setting!r} to nobody ({self._site.path} [security] user_may); "
+                f"unset it, {otherwise!r} holds"
+            )
+            return below
+        return Value(value=value, source=name)
+
+
+def _bb_root() -> str:
+    return f"/dev/shm/slurm-resil-{os.getuid()}"  # noqa: S108 - 0700, by uid
+
+
+def _prefix_root(env: Mapping[str, str], site: Site) -> str:
+    root = site.prefix.root
+    if root is None:
+        return os.path.abspath(os.path.join(env.get("SLURM_SUBMIT_DIR") or os.getcwd(), ".slurm-resil"))
+    if "{user}" in root:
+        root = root.replace("{user}", _user(site))
+    return root.replace("{uid}", str(os.getuid()))
+
+
+def _user(site: Site) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError as error:
+        raise ConfigError(
+            f"uid {os.getuid()} has no name, which {site.path} [prefix] root needs", mend="write {uid} there"
+        ) from error
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/"):
+        raise UsageError(f"{text!r} is no absolute path", mend="as in /local/slurm-resil")
+    return text
+
+
+def _absolute(text: str) -> str:
+    return os.path.abspath(text)
+
+
+def _count(text: str) -> int | None:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UsageError(f"{text!r} is not a whole number from 1", mend="as in 500")
+    return int(text)
+
+
+def _duration(text: str) -> float | None:
+    seconds = units.duration_s(text)
+    if seconds <= 0:
+        raise UsageError(f"{text!r} is no time at all", mend="as in 90s or 10min")
+    return seconds
+
+
+def _rate(text: str) -> float | None:
+    size = units.size_bytes(text.strip().removesuffix("/s"))
+    if size < 1:
+        raise UsageError(f"{text!r} is no rate", mend="as in 2GB/s")
+    return float(size)

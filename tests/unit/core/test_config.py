@@ -1,0 +1,187 @@
+"""site.toml: what is right is read, what is wrong is told, all of it at once, with file, key, value and an example."""
+
+from pathlib import Path
+
+import pytest
+
+from slurm_resil.core import config
+from slurm_resil.core.errors import EXIT_CONFIG, ConfigError
+
+FULL = """
+[burst_buffer]
+root = "/local/slurm-resil/"
+all_jobs = true
+log = "/var/log/hooks.jsonl"
+[prefix]
+root = "/scratch/{user}/runs"
+[schedule]
+lead = "90s"
+every = 500
+interval = "1h30m"
+[drain]
+cap = "2GB/s"
+hints = { striping_factor = 8, romio_cb_write = "enable" }
+[requeue]
+max_restarts = 0
+max_idle_attempts = 7
+[spares]
+reservation = "spares"
+[engine]
+address = "ctl:7878"
+mode = "act"
+[security]
+user_may = ["every", "lead", "every"]
+"""
+
+
+def site(tmp_path: Path, text: str) -> config.Site:
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    return config.load({}, str(path))
+
+
+def faults(tmp_path: Path, text: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        site(tmp_path, text)
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert all(fault.startswith(str(tmp_path / "site.toml")) for fault in caught.value.faults)
+    return caught.value.faults
+
+
+def test_everything_is_read_into_units(tmp_path: Path) -> None:
+    made = site(tmp_path, FULL)
+    assert made.burst_buffer == config.BurstBuffer(root="/local/slurm-resil", all_jobs=True, log="/var/log/hooks.jsonl")
+    assert made.prefix.root == "/scratch/{user}/runs"
+    assert made.schedule == config.Schedule(lead_s=90.0, every=500, interval_s=5400.0)
+    assert made.drain.cap_bytes_s == 2e9
+    assert dict(made.drain.hints) == {"striping_factor": "8", "romio_cb_write": "enable"}
+    assert made.requeue == config.Requeue(max_restarts=0, max_idle_attempts=7)
+    assert made.spares.reservation == "spares"
+    assert (made.engine.address, made.engine.mode) == ("ctl:7878", "act")
+    assert made.security.user_may == ("every", "lead")
+
+
+def test_every_value_knows_its_source(tmp_path: Path) -> None:
+    made = site(tmp_path, '[schedule]\nlead = "90s"\n')
+    assert made.source("schedule", "lead") == f"{tmp_path}/site.toml [schedule] lead"
+    assert made.source("schedule", "every") == "default"
+
+
+def test_without_a_file_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "DEFAULT_PATH", str(tmp_path / "none.toml"))
+    assert config.load({}) == config.Site()
+    assert site(tmp_path, "").burst_buffer == config.BurstBuffer()
+
+
+def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    for env, path in (({}, str(tmp_path / "a")), ({config.PATH_VARIABLE: str(tmp_path / "a")}, None)):
+        with pytest.raises(ConfigError, match="does not exist") as caught:
+            config.load(env, path)
+        assert str(tmp_path / "a") in str(caught.value)
+
+
+def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path) -> None:
+    for name, every in (("a", 1), ("b", 2)):
+        (tmp_path / name).write_text(f"[schedule]\nevery = {every}\n")
+    env = {config.PATH_VARIABLE: str(tmp_path / "a")}
+    assert config.load(env).schedule.every == 1
+    assert config.load(env, str(tmp_path / "b")).schedule.every == 2
+
+
+@pytest.mark.parametrize("raw", [b"[burst_buffer\n", b"\xff\xfe", b'a = "\n'])
+def test_what_is_not_toml_is_told_with_its_place(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "site.toml").write_bytes(raw)
+    with pytest.raises(ConfigError, match="is not TOML") as caught:
+        config.load({}, str(tmp_path / "site.toml"))
+    assert len(caught.value.faults) == 1
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        config.load({}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "read"),
+    [
+        ("[burst_buffer]\nroot = 5", "root", "5"),
+        ('[burst_buffer]\nroot = "local"', "root", "'local'"),
+        ('[burst_buffer]\nroot = "/"', "root", "'/'"),
+        ('[burst_buffer]\nroot = "/local/{user}"', "root", "{user}"),
+        ('[burst_buffer]\nroot = "/local\\n/x"', "root", "'/local\\n/x'"),
+        ('[burst_buffer]\nall_jobs = "yes"', "all_jobs", "'yes'"),
+        ('[prefix]\nroot = "/scratch/{home}"', "root", "{home}"),
+        ("[prefix]\nroot = []", "root", "[]"),
+        ("[schedule]\nlead = 90", "lead", "90"),
+        ('[schedule]\nlead = "90"', "lead", "'90'"),
+        ('[schedule]\nlead = "0s"', "lead", "'0s'"),
+        ('[schedule]\ninterval = "ten minutes"', "interval", "'ten minutes'"),
+        ("[schedule]\nevery = 0", "every", "0"),
+        ("[schedule]\nevery = true", "every", "True"),
+        ("[schedule]\nevery = 1.5", "every", "1.5"),
+        ("[drain]\ncap = 2000", "cap", "2000"),
+        ('[drain]\ncap = "2GB"', "cap", "'2GB'"),
+        ('[drain]\ncap = "2XB/s"', "cap", "'2XB/s'"),
+        ('[drain]\ncap = "0/s"', "cap", "'0/s'"),
+        ('[drain]\nhints = "a=b"', "hints", "'a=b'"),
+        ("[drain]\nhints = { a = true }", "hints", "True"),
+        ('[drain]\nhints = { "a b" = 1 }', "hints", "a b"),
+        ("[requeue]\nmax_restarts = -1", "max_restarts", "-1"),
+        ("[requeue]\nmax_idle_attempts = 0", "max_idle_attempts", "0"),
+        ('[spares]\nreservation = "a b"', "reservation", "'a b'"),
+        ('[engine]\naddress = "ctl"', "address", "'ctl'"),
+        ('[engine]\naddress = "ctl:70000"', "address", "'ctl:70000'"),
+        ('[engine]\nmode = "on"', "mode", "'on'"),
+        ('[security]\nuser_may = "every"', "user_may", "'every'"),
+        ('[security]\nuser_may = ["root"]', "user_may", "'root'"),
+    ],
+)
+def test_one_wrong_value_is_one_fault_with_key_value_and_example(
+    tmp_path: Path, text: str, key: str, read: str
+) -> None:
+    (fault,) = faults(tmp_path, text)
+    section = text[1:].partition("]")[0]
+    assert f"[{section}] {key} is " in fault
+    assert read in fault
+    assert fault.endswith(f"as in {key} = {config.keys(section)[key].metadata['example']}")
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    text = 'top = 1\n[burst]\n[schedule]\nlead = 5\nevry = 3\n[engine]\nmode = "act"\n'
+    found = faults(tmp_path, text)
+    assert len(found) == 5
+    for part in ("[top] is unknown", "[burst] is unknown", "lead is 5", "evry is unknown; keys are lead, every", "act"):
+        assert any(part in fault for fault in found), part
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[burst_buffer]\nroot = "/a"\n[prefix]\nroot = "/a/b"',
+        '[burst_buffer]\nroot = "/a/b"\n[prefix]\nroot = "/a"',
+        "[burst_buffer]\nall_jobs = true",
+        '[engine]\nmode = "act"',
+        '[spares]\nreservation = "spares"',
+    ],
+)
+def test_contradictions(tmp_path: Path, text: str) -> None:
+    (fault,) = faults(tmp_path, text)
+    assert "as in" in fault
+
+
+def test_a_section_that_is_a_value(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, "schedule = 3")
+    assert "schedule is 3, a section is needed, as in [schedule]" in fault
+
+
+def test_a_value_that_is_wrong_is_not_missing_too(tmp_path: Path) -> None:
+    assert len(faults(tmp_path, '[engine]\naddress = "x"\nmode = "act"\n[spares]\nreservation = "s"')) == 1
+
+
+def test_every_example_is_valid(tmp_path: Path) -> None:
+    lines = []
+    for section in ("burst_buffer", "prefix", "schedule", "drain", "requeue", "spares", "engine", "security"):
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {field.metadata['example']}" for key, field in config.keys(section).items()]
+    made = site(tmp_path, "\n".join(lines))
+    assert made.schedule.lead_s == 90

@@ -1,0 +1,107 @@
+"""A job's settings: environment over site over default, each value with its source."""
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from slurm_resil.core import config
+from slurm_resil.core.errors import ConfigError
+from slurm_resil.core.settings import Settings
+
+NONE = config.Site()
+SITE = config.parse(
+    {
+        "burst_buffer": {"root": "/local/resil"},
+        "prefix": {"root": "/scratch/{user}/{uid}"},
+        "schedule": {"lead": "90s", "every": 500},
+        "drain": {"cap": "1GB/s"},
+        "engine": {"address": "ctl:1"},
+    },
+    "/etc/site.toml",
+)
+
+
+def test_defaults_work_on_one_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = Settings.from_env({}, NONE)
+    assert made.bb_root.value == f"/dev/shm/slurm-resil-{os.getuid()}"
+    assert made.prefix_root.value == str(tmp_path / ".slurm-resil")
+    assert [made.every.value, made.interval_s.value, made.lead_s.value, made.cap_bytes_s.value] == [None] * 4
+    assert made.engine.value == ""
+    assert {value.source for value in vars(made).values()} == {"default"}
+
+
+def test_the_directory_of_submission_is_the_default_of_the_prefix() -> None:
+    assert Settings.from_env({"SLURM_SUBMIT_DIR": "/home/a"}, NONE).prefix_root.value == "/home/a/.slurm-resil"
+
+
+def test_the_site_replaces_defaults() -> None:
+    made = Settings.from_env({"SLURM_SUBMIT_DIR": "/home/a"}, SITE)
+    assert made.bb_root.value == "/local/resil"
+    assert made.prefix_root.value == f"/scratch/{pwd.getpwuid(os.getuid()).pw_name}/{os.getuid()}"
+    assert (made.every.value, made.lead_s.value, made.cap_bytes_s.value) == (500, 90.0, 1e9)
+    assert made.lead_s.source == "/etc/site.toml [schedule] lead"
+    assert made.interval_s.source == "default"
+
+
+def test_the_environment_replaces_the_site() -> None:
+    env = {
+        "SLURM_RESIL_BB_ROOT": "/mnt/bb",
+        "SLURM_RESIL_PREFIX": "runs",
+        "SLURM_RESIL_EVERY": "7",
+        "SLURM_RESIL_INTERVAL": "10min",
+        "SLURM_RESIL_LEAD": "1:30:00",
+        "SLURM_RESIL_CAP": "10MB/s",
+        "SLURM_RESIL_ENGINE": "other:2",
+    }
+    made = Settings.from_env(env, SITE)
+    assert made.bb_root.value == "/mnt/bb"
+    assert made.prefix_root.value == os.path.abspath("runs")
+    assert (made.every.value, made.interval_s.value, made.lead_s.value) == (7, 600.0, 5400.0)
+    assert (made.cap_bytes_s.value, made.engine.value) == (1e7, "other:2")
+    assert {value.source for value in vars(made).values()} == set(env)
+
+
+def test_an_empty_variable_is_none() -> None:
+    assert Settings.from_env({"SLURM_RESIL_EVERY": ""}, SITE).every.source.startswith("/etc/site.toml")
+
+
+def test_all_wrong_variables_are_told_at_once() -> None:
+    env = {
+        "SLURM_RESIL_BB_ROOT": "bb",
+        "SLURM_RESIL_EVERY": "0",
+        "SLURM_RESIL_INTERVAL": "0s",
+        "SLURM_RESIL_LEAD": "soon",
+        "SLURM_RESIL_CAP": "fast",
+    }
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env(env, NONE)
+    assert len(caught.value.faults) == 5
+    for name, value in env.items():
+        assert any(name in fault and repr(value) in fault for fault in caught.value.faults), name
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "٣", "abc"])
+def test_a_count_is_plain_digits(value: str) -> None:
+    with pytest.raises(ConfigError):
+        Settings.from_env({"SLURM_RESIL_EVERY": value}, NONE)
+
+
+def test_the_site_says_what_a_job_may_set() -> None:
+    strict = config.parse({"security": {"user_may": ["every"]}, "schedule": {"lead": "90s"}}, "/etc/site.toml")
+    assert Settings.from_env({"SLURM_RESIL_EVERY": "3"}, strict).every.value == 3
+    with pytest.raises(ConfigError, match="user_may"):
+        Settings.from_env({"SLURM_RESIL_LEAD": "5s"}, strict)
+
+
+def test_what_the_launcher_passes_on_is_no_override() -> None:
+    strict = config.parse({"security": {"user_may": []}, "schedule": {"lead": "90s"}}, "/etc/site.toml")
+    assert Settings.from_env({"SLURM_RESIL_LEAD": "90s"}, strict).lead_s.source == "/etc/site.toml [schedule] lead"
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    with pytest.raises(ConfigError, match="987654"):
+        Settings.from_env({}, SITE)
