@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from slurm_resil.recovery.store import Incident
 
 REASON = "resil:"  # the engine's own drains begin with this
 HOUR_S = 3600.0
+_MARKS = "*~#!%$@^-"  # of states: silent, asleep, waking, going to sleep, in maintenance, to be rebooted, planned
+_HELD = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "FAIL", "FAILING"}
+_HARMLESS = {"IDLE", "CLOUD", "RESERVED", "PLANNED", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_UP"}
+_SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,7 @@ def refuse_job(record: Mapping[str, str], uid: int, bad: Sequence[str], nodes: S
         bad: Nodes that it calls bad.
         nodes: Nodes of the job.
     """
-    owner = record.get("UserId", "").rpartition("(")[2].rstrip(")")
-    if owner != str(uid):
+    if owner_uid(record) != uid:
         return f"job {record.get('JobId')} does not belong to uid {uid}"
     if record.get("JobState") != "RUNNING":
         return f"job {record.get('JobId')} is {record.get('JobState')}, not RUNNING"
@@ -56,24 +60,36 @@ def refuse_budget(incidents: Sequence[Incident], job: int, bad: Sequence[str], n
     return ""
 
 
+def owner_uid(record: Mapping[str, str]) -> int | None:
+    """Uid in ``UserId=name(uid)``; None if it is not like that."""
+    found = re.fullmatch(r"[^()\s]*\((0|[1-9][0-9]*)\)", record.get("UserId", ""))
+    return int(found[1]) if found else None
+
+
 def states(record: Mapping[str, str]) -> set[str]:
     """State and flags of a node, upper case."""
-    return {part.rstrip("*").upper() for part in record.get("State", "").split("+")}
+    return {part.rstrip(_MARKS).upper() for part in record.get("State", "").split("+")} - {""}
 
 
 def foreign(record: Mapping[str, str]) -> bool:
-    """Whether somebody else has drained the node or set it down: hands off."""
-    reason = record.get("Reason", "")
-    held = bool(states(record) & {"DRAIN", "DRAINED", "DRAINING", "MAINT", "FAIL"})
-    return held and not reason.startswith(REASON)
+    """Whether somebody else has drained the node or set it down: hands off.
+
+    What slurmctld itself says of a node that fell silent is nobody's.
+    """
+    reason, state = record.get("Reason", ""), states(record)
+    if reason.startswith(REASON):
+        return False
+    if state & _HELD:
+        return True
+    return "DOWN" in state and bool(reason) and not reason.startswith(_SLURMS_OWN)
 
 
 def silent(record: Mapping[str, str]) -> bool:
     """Whether Slurm itself calls the node dead."""
-    return "DOWN" in states(record) or "NOT_RESPONDING" in states(record) or "*" in record.get("State", "")
+    return bool(states(record) & {"DOWN", "NOT_RESPONDING"}) or "*" in record.get("State", "")
 
 
 def usable(record: Mapping[str, str]) -> bool:
-    """Whether a node can stand in for another one now."""
-    bad = {"DRAIN", "DOWN", "ALLOCATED", "MIXED", "COMPLETING", "NOT_RESPONDING", "MAINT", "FAIL", "UNKNOWN"}
-    return "IDLE" in states(record) and not states(record) & bad and "*" not in record.get("State", "")
+    """Whether a node can stand in for another one now: idle, and nothing but harmless flags."""
+    state = record.get("State", "")
+    return "IDLE" in states(record) and states(record) <= _HARMLESS and not set(state) & set(_MARKS)
