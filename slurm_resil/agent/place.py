@@ -8,9 +8,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slurm_resil.core import paths
+from slurm_resil.core import config, paths
 from slurm_resil.core.errors import ConfigError
 from slurm_resil.core.model import RunInfo
+from slurm_resil.core.settings import Settings
 
 _TASKS = re.compile(r"^(\d+)(?:\(x\d+\))?$")
 
@@ -96,17 +97,19 @@ def from_env(env: Mapping[str, str]) -> Place:
         run_id = f"local-{os.getppid() if per_node > 1 else os.getpid()}"
     if "/" in run_id or run_id in (".", ".."):
         read.faults.append(f"SLURM_RESIL_RUN_ID={run_id!r} is no name, as in SLURM_RESIL_RUN_ID=llama-3")
-    every = read.number("SLURM_RESIL_EVERY", least=1)
+    settings = None
+    try:
+        settings = Settings.from_env(env, config.load(env))
+    except ConfigError as error:
+        read.faults += error.faults or (str(error),)
     if world % per_node or rank >= world or (rank != node_rank * per_node + local_rank and "RANK" in env):
         read.faults.append(
             f"rank {rank} of {world} is not local rank {local_rank} of {per_node} on node {node_rank}: "
             "nodes need equally many ranks, in the order of the nodes"
         )
-    if read.faults:
+    if read.faults or settings is None:
         raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
     job_id = job if job is not None else zlib.crc32(run_id.encode()) + 1
-    bb_root = read.text("SLURM_RESIL_BB_ROOT") or f"/dev/shm/slurm-resil-{os.getuid()}"  # noqa: S108 - 0700, by uid
-    prefix = read.text("SLURM_RESIL_PREFIX") or os.path.join(env.get("SLURM_SUBMIT_DIR") or os.getcwd(), ".slurm-resil")
     return Place(
         info=RunInfo(
             run_id=run_id,
@@ -121,9 +124,9 @@ def from_env(env: Mapping[str, str]) -> Place:
         node=read.text("SLURMD_NODENAME") or os.uname().nodename,
         node_rank=node_rank,
         ranks_per_node=per_node,
-        job_dir=paths.job_dir(bb_root, job_id),
-        run_dir=paths.run_dir(prefix, run_id),
+        job_dir=paths.job_dir(settings.bb_root.value, job_id),
+        run_dir=paths.run_dir(settings.prefix_root.value, run_id),
         leader=read.text("SLURM_RESIL_LEADER"),
-        every=every,
-        interval_s=None,
+        every=settings.every.value,
+        interval_s=settings.interval_s.value,
     )

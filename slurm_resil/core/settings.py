@@ -88,7 +88,7 @@ class _Reader:
         try:
             value = parse(text)
         except UsageError as error:
-            self.faults.append(f"{name}: {error.message}; {error.mend}")
+            self.faults.append(f"{name}={error.message}; {error.mend}")
             return below
         # the launcher passes on what it found: the site's own value is no override
         if value == otherwise and setting not in self._site.security.user_may:

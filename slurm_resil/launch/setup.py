@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
-from slurm_resil.core import fsio, paths, units
+from slurm_resil.core import config, fsio, paths
 from slurm_resil.core.errors import ConfigError, ResilError, UsageError
 from slurm_resil.core.model import RunInfo
+from slurm_resil.core.settings import Settings
 from slurm_resil.launch import layout as places
 from slurm_resil.launch import records
 from slurm_resil.launch.cluster import Cluster, LocalCluster, SlurmCluster
@@ -115,30 +116,30 @@ def local_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
     return Allocation(job_id=job_id, run_id=run_id, attempt=attempt, nodes=(node,), ranks_per_node=1, here=node)
 
 
-def interval_s(env: Mapping[str, str], wishes: Wishes) -> float | None:
-    """Seconds between checkpoints, None if nobody said.
+def settings(env: Mapping[str, str], wishes: Wishes) -> Settings:
+    """What holds for this job: the command line over the environment over the site over the defaults.
 
     Raises:
-        UsageError: That is no duration, or none at all.
+        ConfigError: The environment or the site's configuration makes no sense, or the site leaves something to nobody.
     """
-    text = wishes.interval or env.get("SLURM_RESIL_INTERVAL")
-    if not text:
-        return None
-    seconds = units.duration_s(text)
-    if seconds <= 0:
-        raise UsageError(f"an interval of {text!r} between checkpoints is not possible", mend="write 10min, say")
-    return seconds
+    said = {"SLURM_RESIL_EVERY": wishes.every, "SLURM_RESIL_INTERVAL": wishes.interval}
+    over = {name: str(value) for name, value in said.items() if value is not None}
+    return Settings.from_env({**env, **over}, config.load(env))
+
+
+def interval_s(env: Mapping[str, str], wishes: Wishes) -> float | None:
+    """Seconds between checkpoints, None if nobody said."""
+    return settings(env, wishes).interval_s.value
 
 
 def prefix_root(env: Mapping[str, str]) -> str:
     """Where the directories of runs are."""
-    root = env.get("SLURM_RESIL_PREFIX") or os.path.join(env.get("SLURM_SUBMIT_DIR") or os.getcwd(), ".slurm-resil")
-    return os.path.abspath(root)
+    return settings(env, Wishes()).prefix_root.value
 
 
 def bb_root(env: Mapping[str, str]) -> str:
     """Where the directories of jobs are on a node."""
-    return env.get("SLURM_RESIL_BB_ROOT") or f"/dev/shm/slurm-resil-{os.getuid()}"  # noqa: S108 - 0700, by uid
+    return settings(env, Wishes()).bb_root.value
 
 
 def run_dir_of(env: Mapping[str, str], run_id: str) -> str:
@@ -278,7 +279,7 @@ def make_job(
         addresses=addresses,
         run_dir=run_dir,
         job_dir=paths.job_dir(bb_root(env), allocation.job_id),
-        every=wishes.every if wishes.every is not None else _number(env, "SLURM_RESIL_EVERY"),
+        every=settings(env, wishes).every.value,
         leader=leader,
         python=sys.executable,
         base_env=clean_env(env, wishes),
