@@ -13,9 +13,11 @@ import subprocess
 from collections.abc import Mapping
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
+from slurm_resil.slurm.job import FORMAT, JobRecord, nodes_of, read_job
 
 TIMEOUT_S = 20.0
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
+_NODE_TEXT = re.compile(r"\s(Reason|Comment|Extra)=(.*)", re.DOTALL)
 _REFUSED = (
     "access/permission denied",
     "invalid user id",
@@ -29,12 +31,17 @@ _REFUSED = (
 def fields(line: str) -> dict[str, str]:
     """Read a line of ``scontrol -o``.
 
-    A value may hold spaces; one that looks like another field (a job's name may) is cut there, so that only fields
-    that come before any free text, and ids and numbers, are to be relied on.
+    Of a node, everything up to the first text that an administrator writes (reason, comment) is Slurm's own word, and
+    the rest is that text: it cannot pass for a field. Of a job that cannot be told (see :mod:`slurm_resil.slurm.job`):
+    whoever decides anything about somebody else's job asks :meth:`Commands.job`.
     """
     found: dict[str, str] = {}
-    for match in _FIELD.finditer(line.strip()):
+    line = line.strip()
+    free = _NODE_TEXT.search(line) if line.startswith("NodeName=") else None
+    for match in _FIELD.finditer(line[: free.start()] if free else line):
         found.setdefault(match[1], match[2].strip())
+    if free:
+        found[free[1]] = free[2]
     return found
 
 
@@ -55,7 +62,9 @@ class Commands:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = {**env, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+        # what a person has set to have squeue leave jobs out would make them look as if they were gone
+        plain = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
+        self._env = {**plain, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
         self.count = 0
 
     def run(self, *argv: str) -> str:
@@ -105,3 +114,26 @@ class Commands:
         if not found:
             raise ServiceError(f"scontrol said nothing about {kind} {name}")
         return found
+
+    def job(self, job_id: int) -> JobRecord:
+        """One job, in nothing of which its owner has a say.
+
+        Raises:
+            ServiceError: See :meth:`run`; also when the answer is not understood.
+            NotPermittedError: Slurm has no such job, or none any more.
+        """
+        wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
+        return read_job(self.run("squeue", "--noheader", *wanted, "--Format", FORMAT), job_id)
+
+    def excluded(self, job_id: int) -> tuple[str, ...]:
+        """Nodes that a job does not want.
+
+        Raises:
+            ServiceError: See :meth:`job`.
+        """
+        wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
+        for line in self.run("squeue", "--noheader", *wanted, "--format", "%A|%x").splitlines():
+            number, _, names = line.partition("|")
+            if number == str(job_id):
+                return nodes_of(names.strip())
+        raise ServiceError(f"squeue said nothing about job {job_id}", job=job_id)
