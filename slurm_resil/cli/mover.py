@@ -232,6 +232,8 @@ def drain_command(
     except UsageError:
         raise
     except ResilError as error:  # the same on every rank
+        # whoever ends first with it makes Slurm end the others: their exit code is to be the same
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         screen.close()
         if as_json:
             screen.line("failed", error=str(error), exit_code=error.exit_code, retryable=error.retryable)

@@ -57,12 +57,15 @@ def test_node_loss(story: Story, references: References, how: str) -> None:
     else:
         story.sandbox.node_kill(victim)
         story.sandbox.node_wipe(victim)
-    story.wait_training(job, starts=2, timeout_s=150)
-    check_replaced(story, job, victim, before)
-    if how == "cut":
-        story.sandbox.node_kill(victim)
-        story.sandbox.node_wipe(victim)
-    story.wait_end(job, timeout_s=150)
+    try:
+        story.wait_training(job, starts=2, timeout_s=150)
+        check_replaced(story, job, victim, before)
+        if how == "cut":
+            story.sandbox.node_kill(victim)
+            story.sandbox.node_wipe(victim)
+        story.wait_end(job, timeout_s=150)
+    finally:
+        story.sandbox.node_restore(victim, resume=True)  # for the next one
 
     assert len(job.starts) == 2
     assert job.starts[1] > 0
