@@ -3,18 +3,23 @@
 The order was found on live clusters: a job that is requeued while one of its nodes is dead stays COMPLETING until
 that node is DOWN; a live node that is set DOWN comes back at once unless it is drained too; a job that was requeued
 waits two minutes unless it is held, given a start time and released.
+
+``Restarts`` grows when the old attempt is cleared away: an incident about attempt R is over once R + 1 runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable
 
-from ClusterShell.NodeSet import NodeSet
-
+from slurm_resil.core import faults
 from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError
 from slurm_resil.recovery import policy
 from slurm_resil.recovery.store import Incident, Store
+from slurm_resil.slurm.job import JobRecord, nodes_of
+from slurm_resil.slurm.ping import reachable
 from slurm_resil.slurm.scontrol import Commands
 
 POLL_S = 0.2
@@ -24,11 +29,25 @@ RUNNING_S = 120.0
 # killed, do not launch"), and the clocks of nodes differ
 SETTLE_S = 2.5
 GUARD_MINUTES = 15
+OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY")
 
 
-def nodes_of(text: str) -> tuple[str, ...]:
-    """Expand a host list; ``(null)`` is none."""
-    return () if text in ("", "(null)") else tuple(NodeSet(text))
+def dead(slurm: Commands, name: str) -> bool:
+    """Whether Slurm calls a node dead, or its slurmd does not answer.
+
+    Raises:
+        ServiceError: That cannot be told.
+    """
+    record = slurm.show("node", name)
+    if policy.silent(record):
+        return True
+    port = record.get("Port")  # said only if it is not the cluster's
+    if port is None:
+        usual = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", slurm.run("scontrol", "show", "config"), re.MULTILINE)
+        port = usual[1] if usual else ""
+    if not port.isdigit() or "NodeAddr" not in record:
+        raise ServiceError(f"where node {name} listens cannot be told", node=name)
+    return not reachable(record["NodeAddr"], int(port))
 
 
 class Continuation:
@@ -55,29 +74,28 @@ class Continuation:
         Raises:
             ResilError: It cannot be done; the job is as it is, and the words are for a person.
         """
+        record = self._slurm.job(self._incident.job)
+        if self._settled(record):
+            self._clear_guard()
+            return self._settled(record)
+        if record.held and not self._held_by_us():
+            return "somebody else holds the job: left alone"
         bad = [name for name in self._incident.bad if self._drain(name)]
         self._take_down(bad)
-        state = self._wait(("PENDING",), PENDING_S)
-        if state != "PENDING":
-            return f"the job is {state}: nothing to continue"
+        found = self._wait(("PENDING",), PENDING_S)
+        if found is None or found.state != "PENDING" or self._settled(found):
+            self._clear_guard()
+            words = self._settled(found) if found else ""
+            return words or f"the job is {found.state if found else 'gone'}: nothing to continue"
         self._clear_guard()
         time.sleep(SETTLE_S)
-        wanted = self._wanted_nodes()
-        if wanted:
-            users = f"{self._owner()},root"
-            self._act(
-                "create",
-                "reservation",
-                f"ReservationName={self._guard}",
-                f"Nodes={','.join(wanted)}",
-                f"Users={users}",
-                "StartTime=now",
-                f"Duration={GUARD_MINUTES}",
-                "Flags=IGNORE_JOBS,FLEX,OVERLAP",
-            )
+        excluded = sorted({*self._slurm.excluded(self._incident.job), *self._incident.bad})
+        wanted = self._wanted_nodes(excluded)
+        if wanted and not self._make_guard(wanted):
+            wanted = []
         changes = [f"ReservationName={self._guard if wanted else ''}", f"ReqNodeList={','.join(wanted)}"]
-        if self._incident.bad:
-            changes.append(f"ExcNodeList={','.join(self._incident.bad)}")
+        if excluded:
+            changes.append(f"ExcNodeList={','.join(excluded)}")
         try:
             self._act("update", f"JobId={self._job}", *changes, "StartTime=now")
         finally:
@@ -85,69 +103,125 @@ class Continuation:
             self._act("release", self._job)
         if not wanted:
             return "released; it starts when there are nodes"
-        state = self._wait(("RUNNING",), RUNNING_S)
+        found = self._wait(("RUNNING",), RUNNING_S)
         self._clear_guard()
-        if state != "RUNNING":
+        if found is None or found.state in OVER:
+            return f"released, and now {found.state if found else 'gone'}"
+        if found.state != "RUNNING":
             self._act("update", f"JobId={self._job}", "ReqNodeList=")
-            return f"released, but it is {state} after {RUNNING_S:g} s; it takes any nodes now"
-        return f"running on {self._slurm.show('job', self._job).get('NodeList')}"
+            return f"released, but it is {found.state} after {RUNNING_S:g} s; it takes any nodes now"
+        return f"running on {','.join(found.nodes)}"
+
+    def give_up(self) -> None:
+        """After a failure that stays: leave nothing that only the engine would undo."""
+        with contextlib.suppress(ResilError):
+            self._clear_guard()
+        with contextlib.suppress(ResilError):
+            if self._slurm.job(self._incident.job).held and self._held_by_us():
+                self._act("release", self._job)
 
     # -- parts
 
     def _act(self, *argv: str) -> None:
+        line = self._store.audit(self._incident.id, " ".join(argv), "begun")
+        faults.point("engine.begun")
         try:
             self._slurm.run("scontrol", *argv)
         except ResilError as error:
-            self._store.audit(self._incident.id, " ".join(argv), f"failed: {error.message}")
+            self._store.finish(line, f"failed: {error.message}")
             raise
-        self._store.audit(self._incident.id, " ".join(argv), "done")
+        faults.point("engine.acted")
+        self._store.finish(line, "done")
+
+    def _settled(self, record: JobRecord) -> str:
+        """In words, whether the job went on after the attempt that this is about; empty if it did not yet."""
+        ahead = record.restarts - self._incident.restarts
+        if ahead == 1 and record.state == "RUNNING":
+            return f"running on {','.join(record.nodes)}"
+        return f"the job was started again {ahead} times meanwhile: nothing to continue" if ahead > 1 else ""
+
+    def _held_by_us(self) -> bool:
+        ours = (f"requeuehold {self._job}", f"hold {self._job}")
+        return any(line["action"] in ours for line in self._store.trail(self._incident.id))
 
     def _drain(self, name: str) -> bool:
-        if policy.foreign(self._slurm.show("node", name)):
-            self._store.audit(self._incident.id, f"drain {name}", "left alone: somebody else has drained it")
+        """Drain a bad node; returns whether it is the engine's to take down."""
+        record = self._slurm.show("node", name)
+        why = ""
+        if policy.foreign(record):
+            why = "somebody else has drained it or set it down"
+        elif not dead(self._slurm, name):
+            why = "it answers"  # again: this may be long after the evidence
+        if why:
+            self._store.audit(self._incident.id, f"drain {name}", f"left alone: {why}")
             return False
-        reason = f"Reason={policy.REASON} job {self._job}, {self._incident.reason}"
-        self._act("update", f"NodeName={name}", "State=DRAIN", reason)
+        if "DRAIN" not in policy.states(record):
+            reason = f"Reason={policy.REASON} job {self._job}, {self._incident.reason}"
+            self._act("update", f"NodeName={name}", "State=DRAIN", reason)
         return True
 
     def _take_down(self, bad: Iterable[str]) -> None:
-        record = self._slurm.show("job", self._job)
-        restarts, state = int(record.get("Restarts", "0")), record.get("JobState")
-        if restarts == self._incident.restarts and state == "RUNNING":
+        record = self._slurm.job(self._incident.job)
+        if record.restarts == self._incident.restarts and record.state == "RUNNING":
             self._act("requeuehold", self._job)
-        elif state == "PENDING" and record.get("Reason") != "JobHeldUser" and record.get("Priority") != "0":
+        elif record.state == "PENDING" and not record.held:
             self._act("hold", self._job)
         for name in bad:
             reason = f"Reason={policy.REASON} job {self._job}, {self._incident.reason}"
             self._act("update", f"NodeName={name}", "State=DOWN", reason)
 
-    def _wait(self, wanted: tuple[str, ...], timeout_s: float) -> str:
-        end, state = time.monotonic() + timeout_s, "UNKNOWN"
-        over = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE")
+    def _wait(self, wanted: tuple[str, ...], timeout_s: float) -> JobRecord | None:
+        """The job once it is in a wanted state or over, or after the time; None if Slurm has forgotten it.
+
+        Raises:
+            ServiceError: The engine is to end, or Slurm has not answered once.
+        """
+        end, record = time.monotonic() + timeout_s, None
         while time.monotonic() < end:
             if self._stop():
                 raise ServiceError("the engine was ended; it goes on when it is started again")
             try:
-                state = self._slurm.show("job", self._job).get("JobState", "UNKNOWN")
+                record = self._slurm.job(self._incident.job)
             except NotPermittedError:
-                return "gone"
+                return None
             except ServiceError:
-                state = "UNKNOWN"  # slurmctld may be restarting
-            if state in wanted or state in over:
-                break
+                pass  # slurmctld may be restarting
+            else:
+                if record.state in (*wanted, *OVER) or self._settled(record):
+                    return record
             time.sleep(POLL_S)
-        return state
+        if record is None:
+            raise ServiceError(f"Slurm says nothing of job {self._job}")
+        return record
 
-    def _owner(self) -> str:
-        return self._slurm.show("job", self._job).get("UserId", "").partition("(")[0]
+    def _make_guard(self, wanted: Iterable[str]) -> bool:
+        """Keep others off the nodes until the job has them; returns whether that worked."""
+        try:
+            self._act(
+                "create",
+                "reservation",
+                f"ReservationName={self._guard}",
+                f"Nodes={','.join(wanted)}",
+                f"Users={self._incident.uid},root",
+                "StartTime=now",
+                f"Duration={GUARD_MINUTES}",
+                "Flags=IGNORE_JOBS,FLEX,OVERLAP",
+            )
+        except NotPermittedError:
+            raise
+        except ServiceError:
+            return False  # it is in the trail; the job goes on without
+        return True
 
-    def _wanted_nodes(self) -> list[str]:
+    def _wanted_nodes(self, excluded: Iterable[str]) -> list[str]:
         """Good nodes, and a spare for every bad one; none if they are somebody else's by now."""
         incident = self._incident
         if incident.reason == "preemption":
             return []
         need = len(incident.bad)
-        spare = list(incident.spare) or [name for name in self._pool() if name not in (*incident.bad, *incident.good)]
+        spare = list(incident.spare) or [
+            name for name in self._pool() if name not in (*incident.bad, *incident.good, *excluded)
+        ]
         spare = spare[:need]
         if not incident.spare and spare:
             self._store.spares(incident.id, tuple(spare))
@@ -171,6 +245,7 @@ class Continuation:
     def _clear_guard(self) -> None:
         """Take the guard away, of this or of an interrupted try."""
         listing = self._slurm.run("scontrol", "-o", "show", "reservation")
-        if f"ReservationName={self._guard} " in listing:
-            self._act("update", f"JobId={self._job}", "ReservationName=")
+        if any(line.startswith(f"ReservationName={self._guard} ") for line in listing.splitlines()):
+            with contextlib.suppress(ResilError):  # a job that is over; deleting says what matters
+                self._act("update", f"JobId={self._job}", "ReservationName=")
             self._act("delete", f"ReservationName={self._guard}")

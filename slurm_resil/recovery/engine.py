@@ -19,17 +19,20 @@ from typing import Any
 
 from slurm_resil.comm.auth import Auth
 from slurm_resil.comm.channel import Channel, ChannelTimeoutError, Server
+from slurm_resil.core import faults
 from slurm_resil.core.errors import NotPermittedError, ResilError, TryAgainError
 from slurm_resil.core.log import event
 from slurm_resil.recovery import policy
-from slurm_resil.recovery.actions import Continuation, nodes_of
+from slurm_resil.recovery.actions import OVER, Continuation, dead
 from slurm_resil.recovery.store import Incident, Store
-from slurm_resil.slurm.ping import reachable
+from slurm_resil.slurm.job import JobRecord
 from slurm_resil.slurm.scontrol import Commands
 
 REQUEST_S = 10.0
 SWEEP_S = 3.0
 RETRY_S = 10.0
+REFUSALS = 3  # of one incident
+GIVE_UP_S = 3600.0  # Slurm does not answer, or fails; it may be a long outage
 _REASON = re.compile(r"[a-z_]{1,40}")
 log = logging.getLogger(__name__)
 
@@ -51,15 +54,14 @@ class Engine:
         self._slurm, self._store, self._mode, self._spares = slurm, store, mode, spares
         self._limits = limits or policy.Limits()
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._known: dict[int, tuple[int, tuple[str, ...]]] = {}  # job -> owner, nodes when it was last seen running
         self._threads: list[threading.Thread] = []
 
     def start(self, host: str, port: int, auth: Auth) -> Server:
         """Listen, and go on with what an earlier engine left."""
-        for incident in self._store.incidents():
-            if not incident.outcome:
-                self._begin(incident)
+        if self._mode == "act":
+            for incident in self._store.incidents():
+                if not incident.outcome:
+                    self._begin(incident)
         threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
         return Server(host, port, self._serve, auth=auth, name="engine")
 
@@ -97,57 +99,58 @@ class Engine:
             if incident is not None:  # accepted is accepted, whether the peer still hears it or not
                 self._begin(incident)
 
-    def _job(self, request: dict[str, Any]) -> tuple[int, dict[str, str]]:
+    def _job(self, request: dict[str, Any]) -> JobRecord:
         job = request.get("job")
         if not isinstance(job, int) or isinstance(job, bool) or job <= 0:
             raise NotPermittedError(f"{job!r} is no job id")
-        return job, self._slurm.show("job", str(job))
+        return self._slurm.job(job)
 
     def _register(self, uid: int, request: dict[str, Any]) -> None:
-        job, record = self._job(request)
-        nodes = nodes_of(record.get("NodeList", ""))
-        why = policy.refuse_job(record, uid, (), nodes)
+        record = self._job(request)
+        why = policy.refuse_job(record, uid, ())
         if why:
             raise NotPermittedError(why)
-        with self._lock:
-            self._known[job] = (uid, nodes)
+        self._store.register(record.id, uid, record.nodes)
 
     def _accept(self, uid: int, request: dict[str, Any]) -> tuple[Incident, bool]:
-        job, record = self._job(request)
+        record = self._job(request)
         bad, reason, level = request.get("bad_nodes"), request.get("reason"), request.get("level")
         if not isinstance(bad, list) or not all(isinstance(name, str) for name in bad):
             raise NotPermittedError(f"{bad!r} is no list of nodes")
         if not isinstance(reason, str) or not _REASON.fullmatch(reason) or not isinstance(level, str):
             raise NotPermittedError(f"{reason!r} is no reason, such as node_loss")
-        nodes = nodes_of(record.get("NodeList", ""))
-        why = policy.refuse_job(record, uid, bad, nodes)
+        why = policy.refuse_job(record, uid, bad)
         if why:
             raise NotPermittedError(why)
-        healthy = [name for name in bad if not self._dead(name)]
+        same = [entry for entry in self._store.incidents(job=record.id) if entry.restarts == record.restarts]
+        if same and not same[0].outcome:
+            return same[0], False
+        healthy = [name for name in bad if not dead(self._slurm, name)]
         if healthy:
             # the owner's word alone drains nothing
             raise NotPermittedError(f"{', '.join(healthy)} answers: only a node that is dead by a second source is bad")
-        why = policy.refuse_budget(self._store.incidents(), job, bad, time.time(), self._limits)
+        why = policy.refuse_budget(self._store.incidents(), record.id, bad, time.time(), self._limits)
         if why:
             raise TryAgainError(why)
         if self._mode != "act":
-            raise TryAgainError(f"the engine only observes; it would continue job {job} without {bad or 'any change'}")
-        return self._store.open(
-            job=job,
-            uid=uid,
-            restarts=int(record.get("Restarts", "0")),
-            bad=tuple(bad),
-            good=tuple(name for name in nodes if name not in bad),
-            reason=reason,
-            level=level[:20],
-        )
-
-    def _dead(self, name: str) -> bool:
-        record = self._slurm.show("node", name)
-        if policy.silent(record):
-            return True
-        port = record.get("Port") or "6818"
-        return not reachable(record.get("NodeAddr") or name, int(port))
+            raise TryAgainError(
+                f"the engine only observes; it would continue job {record.id} without {bad or 'change'}"
+            )
+        good = tuple(name for name in record.nodes if name not in bad)
+        if same:  # it ended without an end of the attempt: that is still to be done
+            found = self._store.reopen(same[0], bad=tuple(bad), good=good)
+        else:
+            found = self._store.open(
+                job=record.id,
+                uid=uid,
+                restarts=record.restarts,
+                bad=tuple(bad),
+                good=good,
+                reason=reason,
+                level=level[:20],
+            )
+        faults.point("engine.accepted")
+        return found
 
     # -- work
 
@@ -157,50 +160,60 @@ class Engine:
         thread.start()
 
     def _work(self, incident: Incident) -> None:
-        for again in range(3):
+        work = Continuation(self._slurm, self._store, incident, self._spares, self._stop.is_set)
+        refusals, give_up = 0, time.monotonic() + GIVE_UP_S
+        while True:
             try:
-                outcome = Continuation(self._slurm, self._store, incident, self._spares, self._stop.is_set).run()
+                outcome = work.run()
+                break
             except ResilError as error:
+                event(log, "incident_failed", level=logging.ERROR, incident=incident.id, why=error.message)
+                refusals += isinstance(error, NotPermittedError)
                 outcome = f"failed: {error.message}"
-                event(log, "incident_failed", level=logging.ERROR, incident=incident.id, why=error.message, again=again)
-                if self._stop.wait(RETRY_S):
-                    return
-                continue
             except Exception:  # top of a thread
                 log.exception("incident_crashed")
-                outcome = "failed: the engine's own fault, see its log"
-            break
+                outcome, refusals = "failed: the engine's own fault, see its log", REFUSALS
+            if refusals >= REFUSALS or time.monotonic() > give_up:
+                work.give_up()
+                break
+            if self._stop.wait(RETRY_S):
+                return
+        faults.point("engine.ended")
         self._store.end(incident.id, outcome)
         event(log, "incident_ended", incident=incident.id, job=incident.job, outcome=outcome)
 
     def _sweep(self) -> None:
         """Look after registered jobs that Slurm itself has requeued: their launcher is gone."""
         while not self._stop.wait(SWEEP_S):
-            with self._lock:
-                known = dict(self._known)
-            for job, (uid, nodes) in known.items():
+            for job, (uid, nodes) in self._store.registered().items():
                 try:
                     self._look(job, uid, nodes)
                 except NotPermittedError:
-                    with self._lock:
-                        self._known.pop(job, None)  # Slurm has forgotten it
+                    self._store.forget(job)  # as Slurm has
                 except ResilError as error:
                     event(log, "unknown", level=logging.WARNING, job=job, why=error.message)
+                except Exception:  # one job must not keep the others from being looked after
+                    log.exception("sweep_crashed")
 
     def _look(self, job: int, uid: int, nodes: tuple[str, ...]) -> None:
-        record = self._slurm.show("job", str(job))
-        state = record.get("JobState", "")
-        if state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"):
-            with self._lock:
-                self._known.pop(job, None)
-        if state != "PENDING" or record.get("Reason") != "BeginTime" or self._mode != "act":
+        record = self._slurm.job(job)
+        if record.state in OVER or record.uid != uid:
+            self._store.forget(job)
             return
-        restarts = int(record.get("Restarts", "0"))
+        if record.state == "RUNNING" and record.nodes != nodes:
+            self._store.register(job, uid, record.nodes)
+        if record.state != "PENDING" or record.reason != "BeginTime" or record.restarts == 0 or self._mode != "act":
+            return
         bad = tuple(name for name in nodes if policy.silent(self._slurm.show("node", name)))
+        why = policy.refuse_budget(self._store.incidents(), job, bad, time.time(), self._limits)
+        if why:
+            event(log, "refused", level=logging.WARNING, uid=uid, job=job, why=why)
+            return
         good = tuple(name for name in nodes if name not in bad)
         reason = "node_loss" if bad else "requeued"
+        # about the attempt that has ended, so that this and what its launcher asked for are one
         incident, new = self._store.open(
-            job=job, uid=uid, restarts=restarts, bad=bad, good=good, reason=reason, level="unknown"
+            job=job, uid=uid, restarts=record.restarts - 1, bad=bad, good=good, reason=reason, level="unknown"
         )
         if new:
             self._begin(incident)

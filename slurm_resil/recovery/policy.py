@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slurm_resil.recovery.store import Incident
+from slurm_resil.slurm.job import JobRecord
 
 REASON = "resil:"  # the engine's own drains begin with this
 HOUR_S = 3600.0
@@ -30,40 +30,35 @@ class Limits:
     drains_in_s: float = 600.0
 
 
-def refuse_job(record: Mapping[str, str], uid: int, bad: Sequence[str], nodes: Sequence[str]) -> str:
+def refuse_job(record: JobRecord, uid: int, bad: Sequence[str]) -> str:
     """Why the peer may not have this job continued; empty if it may.
 
     Args:
-        record: Slurm's record of the job.
+        record: The job as Slurm knows it.
         uid: User id that the peer has proven.
         bad: Nodes that it calls bad.
-        nodes: Nodes of the job.
     """
-    if owner_uid(record) != uid:
-        return f"job {record.get('JobId')} does not belong to uid {uid}"
-    if record.get("JobState") != "RUNNING":
-        return f"job {record.get('JobId')} is {record.get('JobState')}, not RUNNING"
-    if record.get("Requeue") == "0":
+    if record.uid != uid:
+        return f"job {record.id} does not belong to uid {uid}"
+    if record.state != "RUNNING":
+        return f"job {record.id} is {record.state}, not RUNNING"
+    if not record.batch:
+        return "only a batch job can be requeued"
+    if not record.requeue:
         return "the job was submitted with --no-requeue"
-    foreign = sorted(set(bad) - set(nodes))
-    return f"{', '.join(foreign)} is no node of job {record.get('JobId')}" if foreign else ""
+    foreign = sorted(set(bad) - set(record.nodes))
+    return f"{', '.join(foreign)} is no node of job {record.id}" if foreign else ""
 
 
 def refuse_budget(incidents: Sequence[Incident], job: int, bad: Sequence[str], now_s: float, limits: Limits) -> str:
     """Why the budgets do not allow another continuation; empty if they do."""
-    recent = [entry for entry in incidents if entry.job == job and now_s - entry.created_s < HOUR_S]
-    if len(recent) >= limits.restarts_per_hour:
-        return f"job {job} was continued {len(recent)} times within an hour, the limit is {limits.restarts_per_hour}"
+    recent = sum(entry.tries for entry in incidents if entry.job == job and now_s - entry.created_s < HOUR_S)
+    if recent >= limits.restarts_per_hour:
+        return f"job {job} was continued {recent} times within an hour, the limit is {limits.restarts_per_hour}"
     drained = {name for e in incidents if now_s - e.created_s < limits.drains_in_s for name in e.bad}
     if len(drained | set(bad)) > limits.drains and bad:
         return f"{len(drained)} nodes were drained within {limits.drains_in_s:g} s: a person must look first"
     return ""
-
-
-def owner_uid(record: Mapping[str, str]) -> int | None:
-    """Uid in ``UserId=name(uid)``; None if it is not like that."""
-    found = re.fullmatch(r"[^()\s]*\((0|[1-9][0-9]*)\)", record.get("UserId", ""))
-    return int(found[1]) if found else None
 
 
 def states(record: Mapping[str, str]) -> set[str]:

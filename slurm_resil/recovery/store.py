@@ -13,12 +13,13 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS incidents (
   id INTEGER PRIMARY KEY, job INTEGER NOT NULL, uid INTEGER NOT NULL, restarts INTEGER NOT NULL,
   bad TEXT NOT NULL, good TEXT NOT NULL, spare TEXT NOT NULL DEFAULT '[]', reason TEXT NOT NULL, level TEXT NOT NULL,
-  created_s REAL NOT NULL, outcome TEXT NOT NULL DEFAULT '', ended_s REAL,
+  created_s REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 1, outcome TEXT NOT NULL DEFAULT '', ended_s REAL,
   UNIQUE (job, restarts)
 );
 CREATE TABLE IF NOT EXISTS audit (
   id INTEGER PRIMARY KEY, incident INTEGER NOT NULL, at_s REAL NOT NULL, action TEXT NOT NULL, result TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS registered (job INTEGER PRIMARY KEY, uid INTEGER NOT NULL, nodes TEXT NOT NULL);
 """
 
 
@@ -27,10 +28,11 @@ class Incident:
     """One job to be continued.
 
     Attributes:
-        restarts: ``Restarts`` of the job when it was asked for; with the job it names one continuation for good.
+        restarts: ``Restarts`` of the attempt that it ends; with the job it names one continuation for good.
         bad: Nodes that it must not get again.
         good: Nodes that it keeps.
         spare: Nodes that take the place of the bad ones; empty until they are chosen.
+        tries: How often it was begun.
         outcome: Empty while it is going on.
     """
 
@@ -44,6 +46,7 @@ class Incident:
     reason: str
     level: str
     created_s: float
+    tries: int
     outcome: str
     ended_s: float | None
 
@@ -66,7 +69,7 @@ class Store:
     def open(
         self, *, job: int, uid: int, restarts: int, bad: tuple[str, ...], good: tuple[str, ...], reason: str, level: str
     ) -> tuple[Incident, bool]:
-        """Write an intent; returns it, and whether it is new (a second ask for the same restart is the first one)."""
+        """Write an intent; returns it, and whether it is new (a second one for the same attempt is the first one)."""
         values = (job, uid, restarts, json.dumps(bad), json.dumps(good), reason, level, time.time())
         with self._lock:
             new = self._db.execute(
@@ -75,6 +78,32 @@ class Store:
                 values,
             ).rowcount
         return next(entry for entry in self.incidents(job=job) if entry.restarts == restarts), bool(new)
+
+    def reopen(self, incident: Incident, *, bad: tuple[str, ...], good: tuple[str, ...]) -> tuple[Incident, bool]:
+        """Begin an incident once more that has ended with its attempt still running; false if it has not ended."""
+        with self._lock:
+            done = self._db.execute(
+                "UPDATE incidents SET bad = ?, good = ?, spare = '[]', outcome = '', ended_s = NULL, created_s = ?,"
+                " tries = tries + 1 WHERE id = ? AND outcome != ''",
+                (json.dumps(bad), json.dumps(good), time.time(), incident.id),
+            ).rowcount
+        return next(entry for entry in self.incidents(job=incident.job) if entry.id == incident.id), bool(done)
+
+    def register(self, job: int, uid: int, nodes: tuple[str, ...]) -> None:
+        """Look after a job from now on."""
+        with self._lock:
+            self._db.execute("INSERT OR REPLACE INTO registered VALUES (?, ?, ?)", (job, uid, json.dumps(nodes)))
+
+    def forget(self, job: int) -> None:
+        """Look after a job no longer."""
+        with self._lock:
+            self._db.execute("DELETE FROM registered WHERE job = ?", (job,))
+
+    def registered(self) -> dict[int, tuple[int, tuple[str, ...]]]:
+        """Jobs to be looked after: owner, and nodes when it was last seen running."""
+        with self._lock:
+            rows = self._db.execute("SELECT job, uid, nodes FROM registered ORDER BY job").fetchall()
+        return {row["job"]: (row["uid"], tuple(json.loads(row["nodes"]))) for row in rows}
 
     def spares(self, incident: int, names: tuple[str, ...]) -> None:
         """Write down the chosen spares."""
@@ -88,13 +117,19 @@ class Store:
                 "UPDATE incidents SET outcome = ?, ended_s = ? WHERE id = ?", (outcome, time.time(), incident)
             )
 
-    def audit(self, incident: int, action: str, result: str) -> None:
-        """Add a line to the audit trail."""
+    def audit(self, incident: int, action: str, result: str) -> int:
+        """Add a line to the audit trail; returns its number, for :meth:`finish`."""
         with self._lock:
-            self._db.execute(
+            added = self._db.execute(
                 "INSERT INTO audit (incident, at_s, action, result) VALUES (?, ?, ?, ?)",
                 (incident, time.time(), action, result),
             )
+        return int(added.lastrowid or 0)
+
+    def finish(self, line: int, result: str) -> None:
+        """Say how an action went that :meth:`audit` has announced."""
+        with self._lock:
+            self._db.execute("UPDATE audit SET result = ? WHERE id = ?", (result, line))
 
     def incidents(self, *, job: int | None = None) -> list[Incident]:
         """Incidents, oldest first."""

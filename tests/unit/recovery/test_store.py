@@ -48,6 +48,39 @@ def test_also_when_it_is_over(store: Store) -> None:
     assert again.ended_s is not None
 
 
+def test_what_has_ended_can_be_begun_once_more_and_counts(store: Store) -> None:
+    first, _ = ask(store)
+    assert store.reopen(first, bad=(), good=()) == (first, False)  # still going on
+    store.spares(first.id, ("n4",))
+    store.end(first.id, "failed: no answer")
+    again, begun = store.reopen(first, bad=("n1",), good=("n2", "n3"))
+    assert begun
+    assert (again.id, again.tries, again.outcome, again.ended_s) == (first.id, 2, "", None)
+    assert (again.bad, again.good, again.spare) == (("n1",), ("n2", "n3"), ())
+    assert store.reopen(first, bad=(), good=()) == (again, False)
+
+
+def test_registered_jobs_outlive_the_engine(path: str) -> None:
+    store = Store(path)
+    store.register(7, 1001, ("n1", "n2"))
+    store.register(8, 1002, ("n3",))
+    store.register(7, 1001, ("n1", "n4"))
+    store.forget(8)
+    store.forget(9)
+    store.close()
+    store = Store(path)
+    assert store.registered() == {7: (1001, ("n1", "n4"))}
+    store.close()
+
+
+def test_an_action_is_announced_and_then_finished(store: Store) -> None:
+    first, _ = ask(store)
+    line = store.audit(first.id, "requeuehold 7", "begun")
+    store.audit(first.id, "hold 7", "begun")
+    store.finish(line, "done")
+    assert [entry["result"] for entry in store.trail(first.id)] == ["done", "begun"]
+
+
 def test_another_restart_and_another_job_are_others(store: Store) -> None:
     assert [ask(store)[1], ask(store, restarts=1)[1], ask(store, job=8)[1]] == [True] * 3
     assert [entry.restarts for entry in store.incidents(job=7)] == [0, 1]
