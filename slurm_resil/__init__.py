@@ -5,9 +5,7 @@ Public names are loaded on first use, so that hooks and the command line start w
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # importing typing would cost the hooks as much time as the interpreter does
 if TYPE_CHECKING:
     from slurm_resil.session import Checkpointer as Checkpointer
 
@@ -21,5 +19,7 @@ __all__ = ["Checkpointer", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC:
+        import importlib
+
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'slurm_resil' has no attribute {name!r}")

@@ -32,3 +32,13 @@ def drain(size_mib: int, nodes: int, repeats: int, target: str | None, as_json: 
     from slurm_resil.bench.drain import measure
 
     measure(size_bytes=size_mib << 20, nodes=nodes, repeats=repeats, target=target).show(as_json=as_json)
+
+
+@bench.command()
+@click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def hooks(repeats: int, as_json: bool) -> None:
+    """What prolog and epilog add to a job, against an interpreter that does nothing."""
+    from slurm_resil.bench.hooks import measure
+
+    measure(repeats=repeats).show(as_json=as_json)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 from collections.abc import Iterator
 from typing import Any
 
 from slurm_resil.core.errors import DataError
+from slurm_resil.core.rmtree import rmtree_at as rmtree_at
 
 StrPath = str | os.PathLike[str]
 
@@ -78,33 +78,6 @@ def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
         return json.loads(data)
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}", path=path) from error
-
-
-def rmtree_at(dir_fd: int, name: str) -> None:
-    """Remove the tree ``name`` below an open directory without following any link.
-
-    Safe on trees that another user can change meanwhile: every level is opened relative to its parent with
-    ``O_NOFOLLOW``. A missing ``name`` is fine.
-
-    Raises:
-        OSError: Something could not be removed.
-    """
-    try:
-        info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(info.st_mode):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=dir_fd)
-        return
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        for entry in os.listdir(fd):
-            rmtree_at(fd, entry)
-    finally:
-        os.close(fd)
-    with contextlib.suppress(FileNotFoundError):
-        os.rmdir(name, dir_fd=dir_fd)
 
 
 @contextlib.contextmanager

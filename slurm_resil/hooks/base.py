@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 import time
 
 DEFAULT_CONFIG = "/etc/slurm-resil/hooks.json"
 _KEYS = {"bb_root": str, "always": bool, "log": str}
-_PREFIXES = ("SPANK_", "")
+_WORDS = {"true": True, "false": False}
 
 
 class HookError(Exception):
@@ -32,7 +30,8 @@ def load_config(path: str) -> dict[str, object]:
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise HookError(f"{path} can be written by others; chown root and chmod 644 it")
         try:
-            raw = json.loads(file.read(1 << 20))
+            text = file.read(1 << 20).decode()
+            raw = _flat(text) or _json(text)
         except ValueError as error:
             raise HookError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -50,6 +49,36 @@ def load_config(path: str) -> dict[str, object]:
     return raw
 
 
+def _json(text: str) -> object:
+    import json  # takes longer than all else that a hook does
+
+    return json.loads(text)
+
+
+def _flat(text: str) -> dict[str, object] | None:
+    """Read what ``slurm-resil site render`` writes: texts, true and false. None: it takes more than this to read it."""
+    parts = text.split('"')
+    between, texts = [part.strip() for part in parts[::2]], parts[1::2]
+    if "\\" in text or len(parts) % 2 == 0 or between[0] != "{" or not all(part.isprintable() for part in texts):
+        return None
+    found: dict[str, object] = {}
+    at = 0
+    while at < len(texts):
+        key, after = texts[at], between[at + 1]
+        at += 1
+        if after == ":" and at < len(texts):
+            found[key], after = texts[at], between[at + 1]
+            at += 1
+        else:
+            word = after[1:-1].strip()
+            if after[:1] != ":" or word not in _WORDS:
+                return None
+            found[key], after = _WORDS[word], after[-1]
+        if after != ("," if at < len(texts) else "}"):
+            return None
+    return found or None
+
+
 def number(env: dict[str, str], name: str) -> int:
     """A variable that Slurm sets, digits only.
 
@@ -57,7 +86,7 @@ def number(env: dict[str, str], name: str) -> int:
         HookError: It is something else.
     """
     value = env.get(name, "")
-    if not re.fullmatch(r"[0-9]{1,10}", value):
+    if not (value.isascii() and value.isdigit() and len(value) <= 10):
         raise HookError(f"{name} is {value!r}, a number is needed")
     return int(value)
 
@@ -69,6 +98,8 @@ def wanted(env: dict[str, str], config: dict[str, object]) -> bool:
 
 def note(config: dict[str, object], event: str, **fields: object) -> None:
     """Append a line to the site's log; without one say it on standard error."""
+    import json
+
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
     path = config.get("log")
     if isinstance(path, str) and path:

@@ -1,4 +1,4 @@
-"""Epilog: remove what is durable, keep the rest and name it. ``python -I -m slurm_resil.hooks.epilog``.
+"""Epilog: remove what is durable, keep the rest and name it.
 
 The marks are files of the user, in the user's own directory: a lie in them costs the user's own data only. Everything
 in it is looked at and removed as that user, so that no link leads anywhere the user could not go.
@@ -7,14 +7,13 @@ in it is looked at and removed as that user, so that no link leads anywhere the 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import sys
 
 from slurm_resil.hooks import base
 
-_MANIFEST = re.compile(r"(\d{10})-\d{6}\.json")
-_DURABLE = re.compile(r"(\d{10})\.json")
+_MANIFEST = "0000000000-000000.json"
+_DURABLE = "0000000000.json"
 
 
 def epilog(env: dict[str, str], config: dict[str, object]) -> None:
@@ -63,7 +62,7 @@ def _as_user(root: int, name: str, uid: int, gid: int) -> int:
 
 
 def _clear(fd: int) -> int:
-    from slurm_resil.core.fsio import rmtree_at
+    from slurm_resil.core.rmtree import rmtree_at
 
     if _exists(fd, "continue.json"):
         return 3
@@ -83,16 +82,21 @@ def _exists(fd: int, name: str) -> bool:
         return False
 
 
-def _numbers(fd: int, name: str, pattern: re.Pattern[str]) -> list[int]:
+def _is(name: str, shape: str) -> bool:
+    """Whether a name has digits where the shape has zeros, and is the same elsewhere; without ``re``, which is slow."""
+    pairs = zip(name, shape, strict=False)
+    return len(name) == len(shape) and all(a in "0123456789" if b == "0" else a == b for a, b in pairs)
+
+
+def _numbers(fd: int, name: str, shape: str) -> list[int]:
     try:
         inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     except FileNotFoundError:
         return []
     try:
-        found = [pattern.fullmatch(entry) for entry in os.listdir(inner)]
+        return [int(entry[:10]) for entry in os.listdir(inner) if _is(entry, shape)]
     finally:
         os.close(inner)
-    return [int(match[1]) for match in found if match]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prolog: make the job's burst buffer directory for its user. ``python -I -m slurm_resil.hooks.prolog``."""
+"""Prolog: make the job's burst buffer directory for its user."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,17 +17,12 @@ from typing import Any
 import pytest
 import story
 
+from slurm_resil.hooks.command import command
 from slurm_resil.sandbox import Sandbox
 
 pytestmark = pytest.mark.cluster
 SAY = "env | grep ^SLURM_RESIL | grep -v ^SLURM_RESIL_SANDBOX_OF"
 ALICE, BOB = 20001, 20002
-ROOT = Path(__file__).resolve().parents[2]
-# -I hides the checkout, and it need not be installed where the tests run
-HOOK = """#!/bin/sh
-exec {python} -I -c 'import sys; sys.path.insert(0, "{root}"); from slurm_resil.hooks import base, {name}
-sys.exit(base.main({name}.{name}, sys.argv[1:]))' --config {config}
-"""
 
 
 class Site:
@@ -92,7 +87,7 @@ def site(cluster_factory: Callable[..., Sandbox]) -> Iterator[Site]:
     config.write_text(json.dumps({"bb_root": str(where / "bb"), "log": str(work / "hooks.log")}))
     hooks = {name: work / name for name in ("prolog", "epilog")}
     for name, path in hooks.items():
-        path.write_text(HOOK.format(python=sys.executable, root=ROOT, name=name, config=config))
+        path.write_text(f"#!/bin/sh\nexec {shlex.join(command(name, str(config)))}\n")
         path.chmod(0o755)
     made = cluster_factory(dir=where, nodes=2, spank=(str(story.build_spank()),), **hooks)
     yield Site(made, work / "hooks.log")
