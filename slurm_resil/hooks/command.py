@@ -13,14 +13,18 @@ NAMES = ("prolog", "epilog")
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def command(name: str, config: str, python: str = "") -> list[str]:
+def command(name: str, config: str, *, python: str = "", packages: str = "") -> list[str]:
     """Command line of a hook.
 
     Args:
         name: ``prolog`` or ``epilog``.
         config: Its hooks.json.
         python: Interpreter; default: this one.
+        packages: Directory that holds the package; default: where this one is.
     """
-    code = f"import sys; sys.path.append({_ROOT!r}); from slurm_resil.hooks import base, {name}; "
+    place = packages or _ROOT
+    plain = place.isprintable() and not set(place) & set('"\\')
+    text = f'"{place}"' if plain else repr(place)  # single quotes inside of a script's own are hard to read
+    code = f"import sys; sys.path.append({text}); from slurm_resil.hooks import base, {name}; "
     code += f"sys.exit(base.main({name}.{name}, sys.argv[1:]))"
     return [python or sys.executable, "-I", "-S", "-c", code, "--config", config]

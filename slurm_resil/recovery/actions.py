@@ -20,7 +20,7 @@ from slurm_resil.recovery import policy
 from slurm_resil.recovery.store import Incident, Store
 from slurm_resil.slurm.job import JobRecord, nodes_of
 from slurm_resil.slurm.ping import reachable
-from slurm_resil.slurm.scontrol import Commands
+from slurm_resil.slurm.scontrol import Commands, fields
 
 POLL_S = 0.2
 PENDING_S = 180.0  # KillWait and the epilog are in it
@@ -112,13 +112,21 @@ class Continuation:
             return f"released, but it is {found.state} after {RUNNING_S:g} s; it takes any nodes now"
         return f"running on {','.join(found.nodes)}"
 
-    def give_up(self) -> None:
-        """After a failure that stays: leave nothing that only the engine would undo."""
-        with contextlib.suppress(ResilError):
-            self._clear_guard()
-        with contextlib.suppress(ResilError):
-            if self._slurm.job(self._incident.job).held and self._held_by_us():
-                self._act("release", self._job)
+    def give_up(self) -> bool:
+        """After a failure that stays: leave nothing that only the engine would undo; returns whether that is so."""
+        clean = True
+        for undo in (self._clear_guard, self._let_go):
+            try:
+                undo()
+            except NotPermittedError:
+                pass  # the job is gone, or not ours to touch
+            except ResilError:
+                clean = False
+        return clean
+
+    def _let_go(self) -> None:
+        if self._slurm.job(self._incident.job).held and self._held_by_us():
+            self._act("release", self._job)
 
     # -- parts
 
@@ -219,10 +227,10 @@ class Continuation:
         if incident.reason == "preemption":
             return []
         need = len(incident.bad)
-        spare = list(incident.spare) or [
-            name for name in self._pool() if name not in (*incident.bad, *incident.good, *excluded)
-        ]
-        spare = spare[:need]
+        spare = list(incident.spare)
+        if need and not spare:
+            taken = {*incident.bad, *incident.good, *excluded}
+            spare = [name for name in self._pool() if name not in taken][:need]
         if not incident.spare and spare:
             self._store.spares(incident.id, tuple(spare))
         if len(spare) < need:
@@ -237,15 +245,21 @@ class Continuation:
 
     def _pool(self) -> list[str]:
         """Usable spares."""
-        if not self._spares:
+        found = self._reservations().get(self._spares)
+        if found is None:
+            words = f"there is no reservation {self._spares}" if self._spares else "no reservation is configured"
+            self._store.audit(self._incident.id, "look for spares", words)
             return []
-        names = nodes_of(self._slurm.show("reservation", self._spares).get("Nodes", ""))
-        return [name for name in names if policy.usable(self._slurm.show("node", name))]
+        return [name for name in nodes_of(found) if policy.usable(self._slurm.show("node", name))]
+
+    def _reservations(self) -> dict[str, str]:
+        """Node list of every reservation; one that is not in it does not exist, where an error might mean anything."""
+        lines = map(fields, self._slurm.run("scontrol", "-o", "show", "reservation").splitlines())
+        return {line["ReservationName"]: line.get("Nodes", "") for line in lines if "ReservationName" in line}
 
     def _clear_guard(self) -> None:
         """Take the guard away, of this or of an interrupted try."""
-        listing = self._slurm.run("scontrol", "-o", "show", "reservation")
-        if any(line.startswith(f"ReservationName={self._guard} ") for line in listing.splitlines()):
+        if self._guard in self._reservations():
             with contextlib.suppress(ResilError):  # a job that is over; deleting says what matters
                 self._act("update", f"JobId={self._job}", "ReservationName=")
             self._act("delete", f"ReservationName={self._guard}")

@@ -31,8 +31,8 @@ from slurm_resil.slurm.scontrol import Commands
 REQUEST_S = 10.0
 SWEEP_S = 3.0
 RETRY_S = 10.0
-REFUSALS = 3  # of one incident
-GIVE_UP_S = 3600.0  # Slurm does not answer, or fails; it may be a long outage
+TRIES = 3  # of one incident; while Slurm does not answer there are more, it may be a long outage
+GIVE_UP_S = 3600.0
 _REASON = re.compile(r"[a-z_]{1,40}")
 log = logging.getLogger(__name__)
 
@@ -161,20 +161,19 @@ class Engine:
 
     def _work(self, incident: Incident) -> None:
         work = Continuation(self._slurm, self._store, incident, self._spares, self._stop.is_set)
-        refusals, give_up = 0, time.monotonic() + GIVE_UP_S
+        failures, give_up = 0, time.monotonic() + GIVE_UP_S
         while True:
             try:
                 outcome = work.run()
                 break
             except ResilError as error:
                 event(log, "incident_failed", level=logging.ERROR, incident=incident.id, why=error.message)
-                refusals += isinstance(error, NotPermittedError)
                 outcome = f"failed: {error.message}"
             except Exception:  # top of a thread
                 log.exception("incident_crashed")
-                outcome, refusals = "failed: the engine's own fault, see its log", REFUSALS
-            if refusals >= REFUSALS or time.monotonic() > give_up:
-                work.give_up()
+                outcome, failures = "failed: the engine's own fault, see its log", TRIES
+            failures += 1
+            if failures >= TRIES and (work.give_up() or time.monotonic() > give_up):
                 break
             if self._stop.wait(RETRY_S):
                 return

@@ -81,10 +81,10 @@ class Engine:
     process: subprocess.Popen[bytes] | None = None
     jobs: list[Job] = field(default_factory=list)
 
-    def start(self, *, mode: str = "act", fault: str = "") -> None:
+    def start(self, *, mode: str = "act", fault: str = "", spares: str = "spares") -> None:
         assert self.process is None
         argv = [sys.executable, "-m", "slurm_resil", "engine", "run", "--listen", ADDRESS, "--mode", mode]
-        argv += ["--db", str(self.work / "engine.db"), "--spares", "spares"]
+        argv += ["--db", str(self.work / "engine.db"), "--spares", spares]
         env = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "SLURM_RESIL_FAULT": fault}
         inside = self.sandbox.command(argv, user="root", env=env)
         with (self.work / "engine.log").open("ab") as log:
@@ -292,6 +292,25 @@ def test_a_job_goes_on_with_the_spare(engine: Engine) -> None:
     assert len(job.starts) == 2
     excluded = engine.sandbox.run(["squeue", "-h", "-j", str(job.id), "-o", "%x"]).stdout
     assert {"node4", bad} == set(engine.sandbox.run(["scontrol", "show", "hostnames", excluded.strip()]).stdout.split())
+
+
+def test_without_a_pool_slurm_chooses_a_node(engine: Engine) -> None:
+    engine.start(spares="mistyped")
+    job = engine.submit("alice")
+    bad = job.nodes[1]
+    engine.sandbox.node_kill(bad)
+    assert engine.continue_job("alice", job, bad)[0] == 0
+    incident = engine.wait_end(job)
+    job.wait_start(2)
+    assert job.seen == ("RUNNING", 1)
+    assert bad not in job.nodes
+    assert SPARE not in job.nodes  # it is kept for whoever has configured it
+    assert "there is no reservation mistyped" in [line["result"] for line in incident["trail"]]
+    # and a job that needs no spare gets its own nodes back
+    nodes = job.nodes
+    assert engine.continue_job("alice", job, reason="walltime")[0] == 0
+    wait_for("the second end", lambda: len(engine.of(job)) == 2 and engine.of(job)[1]["outcome"], 60)
+    assert (job.seen, job.nodes) == (("RUNNING", 2), nodes)
 
 
 @pytest.mark.parametrize("state", ["DRAIN", "DOWN"])

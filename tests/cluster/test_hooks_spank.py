@@ -8,6 +8,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from slurm_resil.sandbox import Sandbox
 
 pytestmark = pytest.mark.cluster
 SAY = "env | grep ^SLURM_RESIL | grep -v ^SLURM_RESIL_SANDBOX_OF"
+ROOT = Path(__file__).resolve().parents[2]
 ALICE, BOB = 20001, 20002
 
 
@@ -89,7 +91,9 @@ def site(cluster_factory: Callable[..., Sandbox]) -> Iterator[Site]:
     for name, path in hooks.items():
         path.write_text(f"#!/bin/sh\nexec {shlex.join(command(name, str(config)))}\n")
         path.chmod(0o755)
-    made = cluster_factory(dir=where, nodes=2, spank=(str(story.build_spank()),), **hooks)
+    extra = work / "extra.conf"
+    extra.write_text((ROOT / "site_configs" / "slurm.conf").read_text().replace("Prolog=", "#").replace("Epilog=", "#"))
+    made = cluster_factory(dir=where, nodes=2, slurm_conf_extra=extra, spank=(str(story.build_spank()),), **hooks)
     yield Site(made, work / "hooks.log")
     made.down()
     shutil.rmtree(work)
@@ -109,6 +113,27 @@ def test_the_directory_is_there_on_all_nodes_for_the_jobs_user_alone(site: Site)
     assert sorted(out.splitlines()) == [f"{bb}/job-{job} alice {ALICE} 700"] * 2
     assert not any(site.dir(node, job).exists() for node in site.sandbox.nodes)  # nothing is sealed: nothing is kept
     site.assert_idle()
+
+
+def test_the_directory_is_there_before_the_first_step_with_the_sites_prolog_flags(site: Site) -> None:
+    argv = ["sbatch", "--parsable", "-N2", "--resil", "--output=/dev/null", "--wrap=sleep 60"]
+    job = int(site.sandbox.run(argv, user="alice").stdout)
+    deadline = time.monotonic() + 30
+    while not all(site.dir(node, job).exists() for node in site.sandbox.nodes):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    site.sandbox.run(["scancel", str(job)], user="alice")
+    site.wait_over(job)
+    assert not any(site.dir(node, job).exists() for node in site.sandbox.nodes)
+
+
+def test_doctor_finds_slurm_and_the_plugin(site: Site) -> None:
+    names = ("slurm", "slurmctld", "requeue", "spank", "munge", "burst_buffer")
+    argv = [sys.executable, "-m", "slurm_resil", "doctor", "--json", *(f"--only={name}" for name in names)]
+    done = site.sandbox.run(argv, user="alice", env={"PYTHONPATH": str(ROOT)}, check=False)
+    found = {entry["check"]: entry for entry in json.loads(done.stdout)["checks"]}
+    assert {name: entry["result"] for name, entry in found.items()} == dict.fromkeys(names, "ok"), found
+    assert done.returncode == 0
 
 
 def test_options_become_the_environment_of_script_and_tasks(site: Site) -> None:
