@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import click
+from ClusterShell.NodeSet import NodeSet
 
 from slurm_resil.agent.asking import ask
 from slurm_resil.agent.uplink import LeaderPlace
 from slurm_resil.catalog import RunCatalog
 from slurm_resil.core import paths
 from slurm_resil.core.errors import TryAgainError, missing_path
-from slurm_resil.launch.cluster import times
+from slurm_resil.core.model import JobTimes
 from slurm_resil.slurm.scontrol import Commands
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -31,9 +32,11 @@ def job() -> None:
     """Look at one job, have it checkpoint now, have it start again."""
 
 
-def _run_dir(record: Mapping[str, str], job_id: int, given: str | None) -> str:
-    root = os.environ.get("SLURM_RESIL_PREFIX") or os.path.join(record.get("WorkDir", "."), ".slurm-resil")
-    path = given or paths.run_dir(root, os.environ.get("SLURM_RESIL_RUN_ID") or str(job_id))
+def _run_dir(slurm: Commands, job_id: int, given: str | None) -> str:
+    path = given
+    if path is None:
+        root = os.environ.get("SLURM_RESIL_PREFIX") or os.path.join(slurm.text(job_id, "WorkDir"), ".slurm-resil")
+        path = paths.run_dir(root, os.environ.get("SLURM_RESIL_RUN_ID") or str(job_id))
     if not os.path.isdir(path):
         raise missing_path(path, "the run's directory", "name it with --run-dir")
     return path
@@ -47,8 +50,7 @@ def _say(values: Mapping[str, Any], *, as_json: bool) -> None:
         click.echo(f"{key.replace('_', ' ')}: {value if value is not None else 'unknown'}")
 
 
-def _deadline(record: Mapping[str, str]) -> dict[str, Any]:
-    found = times(record)
+def _deadline(found: JobTimes) -> dict[str, Any]:
     at = found.end.at
     return {
         "deadline": found.end.kind,
@@ -64,15 +66,16 @@ def _deadline(record: Mapping[str, str]) -> dict[str, Any]:
 @_JSON
 def status(job_id: int, run_dir: str | None, as_json: bool) -> None:
     """State, nodes, restarts, deadline, and the newest durable checkpoint."""
-    record = Commands(os.environ).show("job", str(job_id))
-    run = _run_dir(record, job_id, run_dir)
+    slurm = Commands(os.environ)
+    record = slurm.job(job_id)
+    run = _run_dir(slurm, job_id, run_dir)
     durable = RunCatalog(run).durable()
     values = {
         "job": job_id,
-        "state": record.get("JobState"),
-        "nodes": record.get("NodeList"),
-        "restarts": int(record.get("Restarts", "0")),
-        **_deadline(record),
+        "state": record.state,
+        "nodes": str(NodeSet.fromlist(record.nodes)),
+        "restarts": record.restarts,
+        **_deadline(record.times),
         "run_dir": run,
         "durable": durable[0] if durable else None,
     }
@@ -84,7 +87,7 @@ def status(job_id: int, run_dir: str | None, as_json: bool) -> None:
 @_JSON
 def deadline(job_id: int, as_json: bool) -> None:
     """When Slurm will end the job."""
-    _say({"job": job_id, **_deadline(Commands(os.environ).show("job", str(job_id)))}, as_json=as_json)
+    _say({"job": job_id, **_deadline(Commands(os.environ).job(job_id).times)}, as_json=as_json)
 
 
 @job.command("checkpoint")
@@ -97,10 +100,8 @@ def checkpoint(
     job_id: int, run_dir: str | None, level: Literal["local", "durable"], timeout_s: float, as_json: bool
 ) -> None:
     """Have the job checkpoint now, and wait until it is as safe as asked for."""
-    record = Commands(os.environ).show("job", str(job_id))
-    place = LeaderPlace(
-        run_dir=_run_dir(record, job_id, run_dir), job_id=job_id, attempt=int(record.get("Restarts", "0"))
-    )
+    slurm = Commands(os.environ)
+    place = LeaderPlace(run_dir=_run_dir(slurm, job_id, run_dir), job_id=job_id, attempt=slurm.job(job_id).restarts)
     answer = ask(place, level=level, timeout_s=timeout_s)
     if not answer.ok:
         raise TryAgainError(answer.words or f"no checkpoint is {level} after {timeout_s:g} s", job=job_id)

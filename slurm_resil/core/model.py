@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 
@@ -102,3 +102,18 @@ class EndTime:
     def unknown(cls) -> EndTime:
         """Not known: nothing may be concluded from it."""
         return cls(kind="unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTimes:
+    """What Slurm says about a job's time.
+
+    Attributes:
+        start_s: Unix time of its start, 0 if it has none.
+        end: Its end time, as Slurm has it now.
+        preempted: Slurm is taking its nodes away; ``end`` is then the end of the grace period.
+    """
+
+    start_s: float = 0.0
+    end: EndTime = field(default_factory=EndTime.unknown)
+    preempted: bool = False

@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Protocol
 
 from slurm_resil.core.errors import NotPermittedError, ServiceError, UsageError
-from slurm_resil.core.model import EndTime
+from slurm_resil.slurm.job import JobRecord
 from slurm_resil.slurm.ping import reachable
-from slurm_resil.slurm.scontrol import Commands, duration_s, fields
-from slurm_resil.watch.deadline import JobTimes
-
-NO_TIMES = JobTimes(start_s=0.0, end=EndTime.unknown())
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobRecord:
-    """What Slurm says about the job.
-
-    Attributes:
-        state: Its state; COMPLETING hides whether it was cancelled, preempted, requeued or timed out.
-        restarts: How often it was started again.
-        batch: Whether it is a batch job; only those can be requeued.
-        requeue: Whether it may be requeued.
-        preempted: Whether Slurm is taking it away for another one.
-        timed_out: Whether it has used up its time.
-        partition: Where it runs.
-        times: When it began and when Slurm will end it.
-    """
-
-    state: str
-    restarts: int = 0
-    batch: bool = True
-    requeue: bool = True
-    preempted: bool = False
-    timed_out: bool = False
-    partition: str = ""
-    times: JobTimes = NO_TIMES
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody ended it who does not want it any more."""
-        ending = self.state.split()[0] in ("COMPLETING", "CANCELLED", "CANCELLED+") if self.state else False
-        return ending and not self.preempted and not self.timed_out
-
-    def why_no_requeue(self) -> str:
-        """Why Slurm would refuse to requeue it; empty if it would not."""
-        if not self.batch:
-            return "only batch jobs can be requeued, and this one was not submitted with sbatch"
-        if not self.requeue:
-            return "it was submitted with --no-requeue, or the site's JobRequeue is 0: add `#SBATCH --requeue`"
-        return ""
+from slurm_resil.slurm.scontrol import Commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,22 +64,6 @@ class Cluster(Protocol):
         ...
 
 
-def times(job: Mapping[str, str]) -> JobTimes:
-    """Read start and end from the fields of a job, whose times are Unix seconds (``SLURM_TIME_FORMAT=%s``)."""
-    start, end = job.get("StartTime", ""), job.get("EndTime", "")
-    if job.get("TimeLimit") == "UNLIMITED":
-        limit = EndTime.unlimited()
-    elif end.isdigit():
-        limit = EndTime.known(datetime.fromtimestamp(int(end), UTC))
-    else:
-        limit = EndTime.unknown()
-    return JobTimes(
-        start_s=float(start) if start.isdigit() else 0.0,
-        end=limit,
-        preempted=job.get("PreemptTime", "None") not in ("None", ""),
-    )
-
-
 class SlurmCluster:
     """Slurm, through its commands.
 
@@ -137,20 +79,7 @@ class SlurmCluster:
 
     def record(self) -> JobRecord:
         """See Cluster."""
-        job = self._slurm.show("job", str(self._job_id))
-        if "JobState" not in job:
-            raise ServiceError(f"scontrol says nothing of the state of job {self._job_id}", job=self._job_id)
-        used, limit = duration_s(job.get("RunTime", "")), duration_s(job.get("TimeLimit", ""))
-        return JobRecord(
-            state=job["JobState"],
-            restarts=int(job.get("Restarts", "0")),
-            batch=job.get("BatchFlag", "1") != "0",
-            requeue=job.get("Requeue", "1") != "0",
-            preempted=job.get("PreemptTime", "None") not in ("None", ""),
-            timed_out=used is not None and limit is not None and used >= limit,
-            partition=job.get("Partition", ""),
-            times=times(job),
-        )
+        return self._slurm.job(self._job_id)
 
     def customs(self, partition: str) -> Customs:
         """See Cluster."""
@@ -170,7 +99,7 @@ class SlurmCluster:
         def ask(node: str) -> None:
             found[node] = reachable(*where[node])
 
-        threads = [threading.Thread(target=ask, args=(node,), daemon=True) for node in nodes if node in where]
+        threads = [threading.Thread(target=ask, args=(node,), daemon=True) for node in nodes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -206,13 +135,8 @@ class SlurmCluster:
 
     def _find(self, nodes: Sequence[str]) -> Mapping[str, tuple[str, int]]:
         if not all(node in self._where for node in nodes):
-            port = re.search(r"^SlurmdPort\s*=\s*(\d+)", self._slurm.run("scontrol", "show", "config"), re.MULTILINE)
-            for line in self._slurm.run("scontrol", "-o", "show", "node", ",".join(nodes)).splitlines():
-                node = fields(line)
-                if "NodeName" in node:
-                    own = node.get("Port") or (port[1] if port else "6818")
-                    self._where[node["NodeName"]] = (node.get("NodeAddr") or node["NodeName"], int(own))
-        return {node: self._where[node] for node in nodes if node in self._where}
+            self._where |= self._slurm.slurmds(nodes)
+        return {node: self._where[node] for node in nodes}
 
 
 class LocalCluster:
@@ -220,7 +144,17 @@ class LocalCluster:
 
     def record(self) -> JobRecord:
         """See Cluster."""
-        return JobRecord(state="RUNNING", batch=False)
+        return JobRecord(
+            id=0,
+            uid=os.getuid(),
+            state="RUNNING",
+            restarts=0,
+            requeue=False,
+            batch=False,
+            held=False,
+            nodes=(),
+            reason="",
+        )
 
     def customs(self, partition: str) -> Customs:
         """See Cluster."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from slurm_resil.core.costs import Costs
 from slurm_resil.core.errors import ResilError
 from slurm_resil.core.log import event
-from slurm_resil.core.model import Notice, NoticeKind
+from slurm_resil.core.model import JobTimes, Notice, NoticeKind
 from slurm_resil.launch.cluster import Cluster
-from slurm_resil.watch.deadline import JobTimes, due, lead_s
+from slurm_resil.watch.deadline import due, lead_s
 
 POLL_FAR_S = 30.0
 POLL_NEAR_S = 5.0

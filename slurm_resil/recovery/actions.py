@@ -10,7 +10,6 @@ waits two minutes unless it is held, given a start time and released.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterable
 
@@ -41,13 +40,7 @@ def dead(slurm: Commands, name: str) -> bool:
     record = slurm.show("node", name)
     if policy.silent(record):
         return True
-    port = record.get("Port")  # said only if it is not the cluster's
-    if port is None:
-        usual = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", slurm.run("scontrol", "show", "config"), re.MULTILINE)
-        port = usual[1] if usual else ""
-    if not port.isdigit() or "NodeAddr" not in record:
-        raise ServiceError(f"where node {name} listens cannot be told", node=name)
-    return not reachable(record["NodeAddr"], int(port))
+    return not reachable(*slurm.slurmds([name])[name])
 
 
 class Continuation:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from slurm_resil.core.errors import ServiceError
+from slurm_resil.core.model import EndTime, JobTimes
 
 # all of them are in squeue of 22.05 to 26.05; a size of 0, from ":|", means that nothing is cut off
 COLUMNS = (
@@ -23,6 +25,12 @@ COLUMNS = (
     ("Requeue", r"[0-9]+"),
     ("BatchFlag", r"[0-9]+"),
     ("PriorityLong", r"[0-9]+"),
+    ("TimeUsed", r"[^|]*"),
+    ("TimeLimit", r"[^|]*"),
+    ("StartTime", r"[^|]*"),
+    ("EndTime", r"[^|]*"),
+    ("PreemptTime", r"[^|]*"),
+    ("Partition", r"[^|]*"),
     ("NodeList", r"[^|]*"),
     ("Reason", r".*"),
 )
@@ -44,6 +52,9 @@ class JobRecord:
         held: Whether it is held, by anybody.
         nodes: Nodes that it has, or had last if it is over.
         reason: Why it waits, such as ``BeginTime``.
+        partition: Where it runs; several, with commas, while it waits.
+        timed_out: Whether it has used up its time.
+        times: When it began and when Slurm will end it.
     """
 
     id: int
@@ -55,6 +66,50 @@ class JobRecord:
     held: bool
     nodes: tuple[str, ...]
     reason: str
+    partition: str = ""
+    timed_out: bool = False
+    times: JobTimes = JobTimes()  # noqa: RUF009 - frozen
+
+    @property
+    def preempted(self) -> bool:
+        """Whether Slurm is taking it away for another one."""
+        return self.times.preempted
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody ended it who does not want it any more.
+
+        COMPLETING alone does not tell that from preempted, requeued and timed out.
+        """
+        return self.state in ("COMPLETING", "CANCELLED") and not self.preempted and not self.timed_out
+
+    def why_no_requeue(self) -> str:
+        """Why Slurm would refuse to requeue it; empty if it would not."""
+        if not self.batch:
+            return "only batch jobs can be requeued, and this one was not submitted with sbatch"
+        if not self.requeue:
+            return "it was submitted with --no-requeue, or the site's JobRequeue is 0: add `#SBATCH --requeue`"
+        return ""
+
+
+def duration_s(text: str) -> float | None:
+    """Read ``[days-][hours:]minutes:seconds``; None for anything else (``UNLIMITED``, ``Partition_Limit``...)."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def read_times(*, limit: str, start: str, end: str, preempted: str) -> JobTimes:
+    """Read Slurm's words for the times of a job, in Unix seconds (``SLURM_TIME_FORMAT=%s``)."""
+    if limit == "UNLIMITED":
+        found = EndTime.unlimited()
+    elif end.isdigit():
+        found = EndTime.known(datetime.fromtimestamp(int(end), UTC))
+    else:
+        found = EndTime.unknown()
+    return JobTimes(start_s=float(start) if start.isdigit() else 0.0, end=found, preempted=preempted.isdigit())
 
 
 def nodes_of(text: str) -> tuple[str, ...]:
@@ -81,7 +136,9 @@ def read_job(text: str, job_id: int) -> JobRecord:
     found = [row.groups() for row in rows if row is not None and int(row[1]) == job_id]
     if len(found) != 1:
         raise ServiceError(f"squeue knows {len(found)} jobs {job_id}", job=job_id)
-    _, uid, state, restarts, requeue, batch, priority, nodes, reason = found[0]
+    _, uid, state, restarts, requeue, batch, priority, used, limit, *times, partition, nodes, reason = found[0]
+    start, end, preempted = times
+    used_s, limit_s = duration_s(used), duration_s(limit)
     return JobRecord(
         id=job_id,
         uid=int(uid),
@@ -92,4 +149,7 @@ def read_job(text: str, job_id: int) -> JobRecord:
         held=state == "PENDING" and int(priority) == 0,
         nodes=nodes_of(nodes),
         reason=reason,
+        partition=partition,
+        timed_out=used_s is not None and limit_s is not None and used_s >= limit_s,
+        times=read_times(limit=limit, start=start, end=end, preempted=preempted),
     )

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
 from slurm_resil.slurm.job import FORMAT, JobRecord, nodes_of, read_job
@@ -43,15 +43,6 @@ def fields(line: str) -> dict[str, str]:
     if free:
         found[free[1]] = free[2]
     return found
-
-
-def duration_s(text: str) -> float | None:
-    """Read ``[days-]hours:minutes:seconds``; None for anything else (``UNLIMITED``, ``Partition_Limit``...)."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class Commands:
@@ -125,15 +116,44 @@ class Commands:
         wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
         return read_job(self.run("squeue", "--noheader", *wanted, "--Format", FORMAT), job_id)
 
+    def text(self, job_id: int, column: str) -> str:
+        """What squeue has in a column about a job, as it is: its owner may have written it.
+
+        Raises:
+            ServiceError: See :meth:`job`.
+            NotPermittedError: Slurm has no such job, or none any more.
+        """
+        wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
+        for line in self.run("squeue", "--noheader", *wanted, "--Format", f"JobID:|,{column}:|").splitlines():
+            number, _, words = line.partition("|")
+            if number == str(job_id):
+                return words.removesuffix("|")
+        raise ServiceError(f"squeue said nothing about job {job_id}", job=job_id)
+
+    def slurmds(self, names: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """Address and port of the slurmd of each node.
+
+        Raises:
+            ServiceError: See :meth:`run`; also when a node's cannot be told.
+        """
+        names, found, usual = list(names), {}, ""
+        for line in self.run("scontrol", "-o", "show", "node", ",".join(names)).splitlines():
+            node = fields(line)
+            port = node.get("Port") or usual  # said only if it is not the cluster's
+            if not port:
+                match = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", self.run("scontrol", "show", "config"), re.MULTILINE)
+                port = usual = match[1] if match else ""
+            if port.isdigit() and node.get("NodeAddr"):
+                found[node["NodeName"]] = (node["NodeAddr"], int(port))
+        for name in names:
+            if name not in found:
+                raise ServiceError(f"where the slurmd of node {name} listens cannot be told", node=name)
+        return found
+
     def excluded(self, job_id: int) -> tuple[str, ...]:
         """Nodes that a job does not want.
 
         Raises:
             ServiceError: See :meth:`job`.
         """
-        wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
-        for line in self.run("squeue", "--noheader", *wanted, "--format", "%A|%x").splitlines():
-            number, _, names = line.partition("|")
-            if number == str(job_id):
-                return nodes_of(names.strip())
-        raise ServiceError(f"squeue said nothing about job {job_id}", job=job_id)
+        return nodes_of(self.text(job_id, "ExcNodes").strip())

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from slurm_resil.core.model import EndTime, Notice, NoticeKind
+from slurm_resil.core.model import JobTimes, Notice, NoticeKind
 
 MARGIN_S = 5.0  # requeue and scheduling noise, beyond what was measured
 FIRST_LEAD_S = 30.0  # before anything was measured
 FIRST_SHARE = 0.4  # of a short job's time that the first lead may take
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobTimes:
-    """What Slurm says about a job's time.
-
-    Attributes:
-        start_s: Unix time of its start.
-        end: Its end time, as Slurm has it now.
-        preempted: Slurm is taking its nodes away; ``end`` is then the end of the grace period.
-    """
-
-    start_s: float
-    end: EndTime
-    preempted: bool = False
 
 
 def lead_s(costs_p99_s: tuple[float, ...], *, limit_s: float | None, override_s: float | None = None) -> float:

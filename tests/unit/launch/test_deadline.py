@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 from slurm_resil.core.costs import Costs
 from slurm_resil.core.errors import ServiceError
 from slurm_resil.core.model import NoticeKind
-from slurm_resil.launch.cluster import JobRecord, LocalCluster, times
+from slurm_resil.launch.cluster import LocalCluster
 from slurm_resil.launch.deadline import DeadlineWatch
+from slurm_resil.slurm.job import JobRecord, read_times
 
-JOB = {"StartTime": "1000", "EndTime": "1060", "TimeLimit": "00:01:00", "PreemptTime": "None"}
+JOB = {"start": "1000", "end": "1060", "limit": "1:00", "preempted": "N/A"}
 
 
 class Answers(LocalCluster):
@@ -17,7 +20,7 @@ class Answers(LocalCluster):
         job = self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
         if job is None:
             raise ServiceError("nobody answers")
-        return JobRecord(state="RUNNING", times=times(job))
+        return replace(super().record(), times=read_times(**job))
 
 
 def test_a_minute_is_enough_and_the_notice_comes_once() -> None:
@@ -44,8 +47,8 @@ def test_no_answer_at_all_takes_no_action() -> None:
 
 def test_a_longer_limit_is_followed_and_preemption_comes_at_once() -> None:
     now = [1000.0]
-    longer = {**JOB, "EndTime": "9000", "TimeLimit": "02:13:20"}
-    watch = DeadlineWatch(Answers(JOB, longer, {**longer, "PreemptTime": "1100"}), Costs(), clock=lambda: now[0])
+    longer = {**JOB, "end": "9000", "limit": "2:13:20"}
+    watch = DeadlineWatch(Answers(JOB, longer, {**longer, "preempted": "1100"}), Costs(), clock=lambda: now[0])
     assert watch() == []
     now[0] = 1059.0
     assert watch() == []
@@ -55,9 +58,7 @@ def test_a_longer_limit_is_followed_and_preemption_comes_at_once() -> None:
 
 def test_a_preemption_is_told_though_the_walltime_was() -> None:
     now = [1040.0]
-    watch = DeadlineWatch(
-        Answers(JOB, {**JOB, "EndTime": "1052", "PreemptTime": "1041"}), Costs(), clock=lambda: now[0]
-    )
+    watch = DeadlineWatch(Answers(JOB, {**JOB, "end": "1052", "preempted": "1041"}), Costs(), clock=lambda: now[0])
     assert [notice.kind for notice in watch()] == [NoticeKind.WALLTIME]
     now[0] = 1041.0
     assert watch() == []  # not asked yet

@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import pytest
 
 from slurm_resil.core.errors import ConfigError, ResilError, ServiceError, UsageError
 from slurm_resil.launch import setup
-from slurm_resil.launch.cluster import Customs, JobRecord, LocalCluster
+from slurm_resil.launch.cluster import Customs, LocalCluster
 from slurm_resil.launch.setup import Wishes
+from slurm_resil.slurm.job import JobRecord
 
+JOB = JobRecord(
+    id=12, uid=1, state="RUNNING", restarts=2, requeue=True, batch=True, held=False, nodes=(), reason="None"
+)
 ENV = {
     "SLURM_JOB_ID": "12",
     "SLURM_JOB_NODELIST": "rack1-n[08-10],rack2-n1",
@@ -73,16 +79,16 @@ def test_interval():
 
 def test_d6_what_slurm_would_not_requeue_is_known_at_the_start():
     for record, word in (
-        (JobRecord(state="RUNNING", requeue=False), "--requeue"),
-        (JobRecord(state="RUNNING", batch=False), "sbatch"),
+        (replace(JOB, requeue=False), "--requeue"),
+        (replace(JOB, batch=False), "sbatch"),
     ):
         rules, warning = setup.rules(Cluster(record), Wishes())
         assert not rules.can_continue
         assert word in warning
-    rules, warning = setup.rules(Cluster(JobRecord(state="RUNNING"), Customs(preempt_mode="CANCEL")), Wishes())
+    rules, warning = setup.rules(Cluster(JOB, Customs(preempt_mode="CANCEL")), Wishes())
     assert rules.can_continue
     assert "PreemptMode=CANCEL" in warning
-    rules, warning = setup.rules(Cluster(JobRecord(state="RUNNING"), Customs(kill_wait_s=8)), Wishes())
+    rules, warning = setup.rules(Cluster(JOB, Customs(kill_wait_s=8)), Wishes())
     assert (rules.can_continue, rules.kill_wait_s, warning) == (True, 8, "")
 
 
@@ -90,22 +96,6 @@ def test_n4_no_answer_is_not_taken_for_a_no():
     rules, warning = setup.rules(Cluster(None), Wishes())
     assert rules.can_continue
     assert "cannot tell" in warning
-
-
-@pytest.mark.parametrize(
-    ("record", "cancelled"),
-    [
-        (JobRecord(state="RUNNING"), False),
-        (JobRecord(state="COMPLETING"), True),
-        (JobRecord(state="COMPLETING", preempted=True), False),
-        (JobRecord(state="COMPLETING", timed_out=True), False),
-        (JobRecord(state="CANCELLED by 1000"), True),
-        (JobRecord(state="PENDING"), False),
-        (JobRecord(state=""), False),
-    ],
-)
-def test_completing_hides_why_and_only_the_rest_of_the_record_tells(record, cancelled):
-    assert record.cancelled is cancelled
 
 
 def test_a_local_run_has_none_of_slurms_variables():

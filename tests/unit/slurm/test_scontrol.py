@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
-from slurm_resil.slurm.job import COLUMNS, JobRecord, nodes_of, read_job
-from slurm_resil.slurm.scontrol import Commands, duration_s, fields
+from slurm_resil.core.model import EndTime, JobTimes
+from slurm_resil.slurm.job import COLUMNS, JobRecord, duration_s, nodes_of, read_job
+from slurm_resil.slurm.scontrol import Commands, fields
 
 FORGED = "x UserId=root(0) GroupId=root(0) JobState=RUNNING Restarts=99 NodeList=node[1-5] Requeue=1"
 REST = (
@@ -29,7 +31,31 @@ NODE = (
     " State=IDLE+DRAIN ThreadsPerCore=1 Owner=N/A Partitions=train,urgent  BootTime=1796130082 CfgTRES=cpu=4,mem=1G"
     " AllocTRES= CapWatts=n/a ExtSensorsTemp=n/s"
 )
-ROW = "1|20001|RUNNING|0|1|1|4294901759|node[2-3]|None|"
+PLAIN = {
+    "JobID": "1",
+    "UserID": "20001",
+    "State": "RUNNING",
+    "RestartCnt": "0",
+    "Requeue": "1",
+    "BatchFlag": "1",
+    "PriorityLong": "4294901759",
+    "TimeUsed": "1:07",
+    "TimeLimit": "30:00",
+    "StartTime": "1796130100",
+    "EndTime": "1796131900",
+    "PreemptTime": "N/A",
+    "Partition": "train",
+    "NodeList": "node[2-3]",
+    "Reason": "None",
+}
+
+
+def row(**other: str) -> str:
+    assert set(PLAIN) == {name for name, _ in COLUMNS}
+    return "".join(f"{(PLAIN | other)[name]}|" for name, _ in COLUMNS)
+
+
+ROW = row()
 
 
 # -- scontrol
@@ -79,7 +105,15 @@ def test_a_comment_cannot_pass_for_the_engines_reason() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("00:00:08", 8), ("1:00:00", 3600), ("2-03:04:05", 183845), ("UNLIMITED", None), ("", None), ("5:00", None)],
+    [
+        ("00:00:08", 8),
+        ("1:00:00", 3600),
+        ("2-03:04:05", 183845),
+        ("UNLIMITED", None),
+        ("", None),
+        ("5:00", 300),
+        ("7", None),
+    ],
 )
 def test_durations(text: str, expected: float | None) -> None:
     assert duration_s(text) == expected
@@ -99,7 +133,33 @@ def test_a_job() -> None:
         held=False,
         nodes=("node2", "node3"),
         reason="None",
+        partition="train",
+        times=JobTimes(start_s=1796130100.0, end=EndTime.known(datetime.fromtimestamp(1796131900, UTC))),
     )
+
+
+def test_times_of_a_job() -> None:
+    unlimited = read_job(row(TimeLimit="UNLIMITED", EndTime="N/A"), 1)
+    assert (unlimited.times.end, unlimited.timed_out) == (EndTime.unlimited(), False)
+    assert read_job(row(EndTime="N/A"), 1).times.end == EndTime.unknown()
+    assert read_job(row(PreemptTime="1796130200"), 1).preempted
+    assert read_job(row(TimeUsed="1-00:00:01", TimeLimit="1-00:00:00"), 1).timed_out
+    assert read_job(row(State="PENDING", StartTime="N/A", TimeUsed="0:00"), 1).times.start_s == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "cancelled"),
+    [
+        ({}, False),
+        ({"State": "COMPLETING"}, True),
+        ({"State": "COMPLETING", "PreemptTime": "1796130200"}, False),
+        ({"State": "COMPLETING", "TimeUsed": "30:02"}, False),
+        ({"State": "CANCELLED"}, True),
+        ({"State": "PENDING"}, False),
+    ],
+)
+def test_completing_hides_why_and_only_the_rest_of_the_record_tells(other: dict[str, str], cancelled: bool) -> None:
+    assert read_job(row(**other), 1).cancelled is cancelled
 
 
 def test_no_column_is_one_that_a_user_writes() -> None:
@@ -108,15 +168,15 @@ def test_no_column_is_one_that_a_user_writes() -> None:
 
 
 def test_tasks_of_an_array_are_told_apart() -> None:
-    rows = ["5|20001|RUNNING|0|1|1|9|node1|None|", "6|20001|RUNNING|3|1|1|9|node2|None|", "4|20001|PENDING|0|1|1|0||R|"]
+    rows = [row(JobID="5"), row(JobID="6", RestartCnt="3"), row(JobID="4", State="PENDING", PriorityLong="0")]
     assert [read_job("\n".join(rows), number).restarts for number in (4, 5, 6)] == [0, 0, 3]
     assert read_job("\n".join(rows), 4).held
 
 
 def test_a_reason_may_be_any_text() -> None:
     reason = "(Nodes required for job are DOWN, DRAINED | reserved; UserID=0|1|2)"
-    assert read_job(f"1|20001|PENDING|0|1|1|1||{reason}|", 1).reason == reason
-    assert read_job("1|20001|PENDING|0|1|2|1||x|RUNNING|", 1).nodes == ()
+    assert read_job(row(Reason=reason), 1).reason == reason
+    assert read_job(row(BatchFlag="2", NodeList="", Reason="x|RUNNING"), 1).nodes == ()
 
 
 @pytest.mark.parametrize(
@@ -124,10 +184,10 @@ def test_a_reason_may_be_any_text() -> None:
     [
         "",
         "\n",
-        "2|20001|RUNNING|0|1|1|9|node1|None|",  # another job
+        row(JobID="2"),
         f"{ROW}\n{ROW}",
         f"{ROW}\nanything else",
-        "1|20001|RUNNING|0|1|1|4294901759|node[2-3]|",  # a column is missing, as when squeue does not know one
+        ROW.replace("1:07|30:00|", ""),  # columns are missing, as when squeue does not know one
         ROW.replace("20001", "alice"),
         ROW.replace("20001", "-1"),
         ROW.replace("20001", ""),

@@ -2,8 +2,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from slurm_resil.core.model import EndTime, NoticeKind
-from slurm_resil.watch.deadline import JobTimes, due, lead_s
+from slurm_resil.core.model import EndTime, JobTimes, NoticeKind
+from slurm_resil.watch.deadline import due, lead_s
 
 
 def times(end_s: float, *, preempted: bool = False) -> JobTimes:
