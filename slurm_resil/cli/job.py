@@ -35,7 +35,7 @@ def job() -> None:
 def _run_dir(slurm: Commands, job_id: int, given: str | None) -> str:
     path = given
     if path is None:
-        root = os.environ.get("SLURM_RESIL_PREFIX") or os.path.join(slurm.text(job_id, "WorkDir"), ".slurm-resil")
+        root = os.environ.get("SLURM_RESIL_PREFIX") or os.path.join(slurm.text(job_id, "%Z"), ".slurm-resil")
         path = paths.run_dir(root, os.environ.get("SLURM_RESIL_RUN_ID") or str(job_id))
     if not os.path.isdir(path):
         raise missing_path(path, "the run's directory", "name it with --run-dir")

@@ -88,7 +88,8 @@ class Commands:
             raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if done.returncode != 0:
+        # squeue leaves out a column that it does not know, and ends well
+        if done.returncode != 0 or "Invalid job format specification" in done.stderr:
             words = (done.stderr or done.stdout).strip() or f"{argv[0]} ended with code {done.returncode}"
             if any(text in words.lower() for text in _REFUSED):
                 raise NotPermittedError(words)
@@ -116,18 +117,22 @@ class Commands:
         wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
         return read_job(self.run("squeue", "--noheader", *wanted, "--Format", FORMAT), job_id)
 
-    def text(self, job_id: int, column: str) -> str:
-        """What squeue has in a column about a job, as it is: its owner may have written it.
+    def text(self, job_id: int, code: str) -> str:
+        """What squeue has about a job, as it is: its owner may have written it.
+
+        Args:
+            job_id: Job.
+            code: Field of ``squeue --format``, such as ``%Z`` for its working directory.
 
         Raises:
             ServiceError: See :meth:`job`.
             NotPermittedError: Slurm has no such job, or none any more.
         """
         wanted = ("--jobs", str(job_id), "--states=all", "--all", "--local")
-        for line in self.run("squeue", "--noheader", *wanted, "--Format", f"JobID:|,{column}:|").splitlines():
+        for line in self.run("squeue", "--noheader", *wanted, "--format", f"%A|{code}").splitlines():
             number, _, words = line.partition("|")
             if number == str(job_id):
-                return words.removesuffix("|")
+                return words
         raise ServiceError(f"squeue said nothing about job {job_id}", job=job_id)
 
     def slurmds(self, names: Iterable[str]) -> dict[str, tuple[str, int]]:
@@ -156,4 +161,4 @@ class Commands:
         Raises:
             ServiceError: See :meth:`job`.
         """
-        return nodes_of(self.text(job_id, "ExcNodes").strip())
+        return nodes_of(self.text(job_id, "%x").strip())

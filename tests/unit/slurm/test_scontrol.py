@@ -254,6 +254,12 @@ def test_no_answer_is_a_failure(tmp_path: Path) -> None:
             call()
 
 
+def test_a_column_that_squeue_does_not_know_is_no_empty_one(tmp_path: Path) -> None:
+    script = "print('1||'); print('squeue: error: Invalid job format specification: Requeue', file=sys.stderr)"
+    with pytest.raises(ServiceError, match="Invalid job format"):
+        commands(tmp_path, script).job(1)
+
+
 def test_a_command_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_resil.slurm.scontrol.TIMEOUT_S", 0.5)
     pid = tmp_path / "pid"
