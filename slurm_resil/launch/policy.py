@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
+from slurm_resil.launch.agents import Agents
 from slurm_resil.launch.drains import Drains
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
 from slurm_resil.launch.verdict import Verdict
@@ -50,7 +51,7 @@ class Rules:
         leave_s: How long ranks may take to end by themselves once their stop is durable.
         drain_guess_s: Cost of a drain before one was measured.
         drain_tries: Attempts to drain one checkpoint before it is left in the burst buffer.
-        agent_restarts: How often the agent of one node is started again.
+        agent_restarts: How often the agent of one node is started again without a new checkpoint.
         unsure_probes: Probes of a node whose slurmd is silent while its agent is heard.
         retry_s: Wait before asking again for a requeue that nobody answered.
         takeover_s: How long the engine may take from accepting the job to killing this attempt.
@@ -103,10 +104,9 @@ class Policy:
         self.leave_since: float | None = None
         self.asked = 0
         # nodes
-        self.lost: dict[str, str] = {}
+        self.agents = Agents(rules.agent_restarts)
         self.probing = False
         self.probes = 0
-        self.agent_restarts: dict[str, int] = {}
         self.ended: m.RanksEnded | None = None
         self.killed_why = ""
         # the requeue
@@ -139,7 +139,7 @@ class Policy:
             case m.StopReached():
                 actions = self._stop_reached(event)
             case m.NodeJoined():
-                self.lost.pop(event.node, None)
+                self.agents.joined(event.node)
                 actions = []
             case m.NodeLost():
                 actions = self._node_lost(event)
@@ -205,7 +205,7 @@ class Policy:
     def _node_lost(self, event: m.NodeLost) -> list[m.Action]:
         if self.phase in (Phase.CONTINUING, Phase.WAITING):
             return []
-        self.lost[event.node] = event.why
+        self.agents.lost[event.node] = event.why
         return self._probe(f"{event.node}: {event.why}")
 
     def _agents_refused(self, event: m.AgentsRefused) -> list[m.Action]:
@@ -224,7 +224,7 @@ class Policy:
         if self.phase in (Phase.CONTINUING, Phase.WAITING):
             return []
         dead = [node for node in self.nodes if not event.alive.get(node, True)]
-        certain = [node for node in dead if node in self.lost]
+        certain = [node for node in dead if node in self.agents.lost]
         if dead and not certain and self.probes < self.rules.unsure_probes:
             # slurmd may be restarting: the agent's silence decides, for a bounded time
             self.probes += 1
@@ -232,24 +232,17 @@ class Policy:
         self.probes = 0
         if dead:
             return self._nodes_dead(dead)
-        actions: list[m.Action] = []
+        actions, given_up = self.agents.restart(self.drains.newest)
         if self.ended is not None:
-            ended, self.ended, self.lost = self.ended, None, {}
-            return self._ranks_failed(ended)
-        for node, why in self.lost.items():
-            used = self.agent_restarts.get(node, 0)
-            if used >= self.rules.agent_restarts:
-                words = f"the agent of {node} ended {used + 1} times ({why}) although the node is there"
-                self.killed_why = words
-                actions += [_report("agent_given_up", node=node, why=why), m.KillRanks(why=words)]
-            else:
-                self.agent_restarts[node] = used + 1
-                actions += [_report("agent_lost", node=node, why=why), m.RestartAgent(node=node)]
-        self.lost = {}
+            ended, self.ended = self.ended, None
+            return actions + self._ranks_failed(ended)
+        if given_up:
+            self.killed_why = given_up
+            actions.append(m.KillRanks(why=given_up))
         return actions
 
     def _nodes_dead(self, dead: list[str]) -> list[m.Action]:
-        why = "; ".join(f"{node}: {self.lost.get(node, 'slurmd does not answer')}" for node in dead)
+        why = "; ".join(f"{node}: {self.agents.lost.get(node, 'slurmd does not answer')}" for node in dead)
         self.ended = None
         actions: list[m.Action] = [
             _report("node_lost", nodes=dead, why=why, durable=self.drains.durable, sealed=self.drains.sealed),
@@ -298,7 +291,7 @@ class Policy:
             delay = max(delay, 2.0)
         words = event.verdict.words
         report = _report("restart", cycle=self.cycle, why=words, restart=self.budget.used, of=self.budget.bound)
-        return [report, m.StartCycle(cycle=self.cycle, delay_s=delay)]
+        return [report, *self.agents.complete(), m.StartCycle(cycle=self.cycle, delay_s=delay)]
 
     def _asked(self, event: m.Asked, now: float) -> list[m.Action]:
         if self.phase is Phase.WAITING:
@@ -419,7 +412,7 @@ class Policy:
         return [_report("requeue_retry", words=words), *self._request(self.request)]
 
     def _maybe_drain(self, now: float) -> list[m.Action]:
-        if self.lost or self.ended is not None:
+        if self.agents.lost or self.ended is not None:
             return []  # nodes are in question
         if self.phase is Phase.RUNNING:
             return self.drains.start(now, final=False)

@@ -35,6 +35,7 @@ TICK_S = 0.1
 WATCH_S = 1.0
 BEAT_S = 1.2
 GOODBYE_S = 5.0
+COMING_S = 15.0  # what an agent may take to join before another one is started
 JOIN_GRACE_S = 3.0  # from the end of an agents' step until its silent nodes are looked at
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class Supervisor:
         self._mover: Step | None = None
         self._starting: tuple[float, int] | None = None
         self._present: set[str] = set()
+        self._coming: dict[str, float] = {}  # when the agent of a node was started again
         self._over = threading.Event()
         self._hurry = threading.Event()  # a stop without a deadline was heard
         self._code: int | None = None
@@ -278,8 +280,7 @@ class Supervisor:
                 case m.Probe():
                     self._thread(lambda action=action: self._probe(action), "probe")  # type: ignore[misc] # bound now
                 case m.RestartAgent():
-                    if action.node not in self._present:
-                        self._start_agents(self._cycle, (action.node,))
+                    self._restart_agent(action.node)
                 case m.Notify():
                     deadline = None if action.deadline_in_s is None else time.time() + action.deadline_in_s
                     self._leader.notice(Notice(kind=action.kind, stop=True, deadline_s=deadline, source=action.source))
@@ -312,6 +313,13 @@ class Supervisor:
     def _start_agents(self, cycle: int, nodes: Sequence[str]) -> None:
         step = self._starter.agents(cycle, nodes, lambda code, lines: self._agents_ended(nodes, code, lines))
         self._agents.append(step)
+
+    def _restart_agent(self, node: str) -> None:
+        now = time.monotonic()
+        if node in self._present or now < self._coming.get(node, -COMING_S) + COMING_S:
+            return
+        self._coming[node] = now
+        self._start_agents(self._cycle, (node,))
 
     def _start_ranks(self, cycle: int) -> None:
         if cycle:

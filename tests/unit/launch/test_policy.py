@@ -217,8 +217,29 @@ def test_n4_a_silent_agent_on_a_healthy_node_is_only_a_dead_agent():
     b.on(m.NodeLost(node="n2", why="no heartbeat for 5 s"))
     assert kinds(b.probed()) == [m.KillRanks]  # bounded
     b.on(m.RanksEnded(verdict=Verdict(code=137, rank=1, words="rank 1 was killed")))
-    b.probed()
+    # the next cycle needs that agent as well
+    assert b.probed() == [m.RestartAgent(node="n2"), m.StartCycle(cycle=1)]
     assert b.policy.budget.last == ((None, 1), None)  # no rank is blamed for it
+
+
+def test_agents_that_die_now_and_then_are_always_started_again():
+    b = Bench()
+    for number in range(1, 20):
+        b.on(m.SealedAll(iteration=10 * number))
+        b.on(m.NodeLost(node="n2", why="its connection broke"))
+        assert m.RestartAgent(node="n2") in b.probed()
+        b.on(m.NodeJoined(node="n2"))
+
+
+@pytest.mark.parametrize("first", ["agent", "ranks"])
+def test_an_agent_that_dies_with_the_ranks_is_started_again(first):
+    b = Bench()
+    events = [m.NodeLost(node="n3", why="its connection broke"), m.RanksEnded(verdict=BAD)]
+    for event in events if first == "agent" else events[::-1]:
+        b.on(event)
+    actions = b.probed()
+    assert m.RestartAgent(node="n3") in actions
+    assert actions[-1] == m.StartCycle(cycle=1)
 
 
 def test_agents_that_can_never_start_end_the_job_with_their_reason():
