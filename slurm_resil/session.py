@@ -14,7 +14,7 @@ from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.core import control, paths
-from slurm_resil.core.errors import DataError, TryAgainError, UsageError
+from slurm_resil.core.errors import DataError, ServiceError, TryAgainError, UsageError
 from slurm_resil.format.manifest import ShardManifest
 
 Backpressure = Literal["skip", "wait", "fail"]
@@ -348,7 +348,10 @@ class Checkpointer:
             return True
         assert self._store is not None
         try:
-            index = self._link.lease(iteration, wait_s=wait_s)
+            try:
+                index = self._link.lease(iteration, wait_s=wait_s)
+            except ServiceError as error:
+                raise TryAgainError(error.message, mend=error.mend) from error
             draft = self._store.write(index, iteration)
             self._link.seal(iteration, draft.to_bytes().decode())
         except TryAgainError as error:

@@ -232,10 +232,14 @@ class Desk:
             self._seal_failed(rank, iteration, str(error))
             return
         began = time.monotonic()
-        faults.point("agent.seal")
-        future = rank.sealing[iteration] = self._pool.submit(self._store.seal, draft)
+        future = rank.sealing[iteration] = self._pool.submit(self._hash, draft)
         done_call = functools.partial(self._sealed, rank, iteration, draft.costs_s, began, self.cycle)
         future.add_done_callback(lambda future: self._later(lambda: done_call(future)))
+
+    def _hash(self, draft: ShardManifest) -> ShardManifest:
+        """Thread of the pool."""
+        faults.point("agent.seal")
+        return self._store.seal(draft)
 
     def _sealed(
         self,

@@ -17,6 +17,7 @@ from slurm_resil.core.log import event
 
 RETRY_S = 0.1
 ANSWER_S = 5.0
+MUTE_S = 0.05  # the same of one that was silent before
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +57,7 @@ class RankLink:
         self._leases: dict[int, p.Slot | p.NoSlot] = {}
         self._pending: dict[int, p.Seal] = {}
         self._results: dict[int, str] = {}  # iteration: what was wrong, or nothing
+        self._mute = False
         self._closing = threading.Event()
         self.page = self._first(timeout_s, appear, alone=alone)
         self._thread = threading.Thread(target=self._run, name="resil link", daemon=True)
@@ -101,7 +103,9 @@ class RankLink:
             ServiceError: The agent does not answer.
         """
         message = p.Lease(iteration=iteration, wait_s=wait_s)
-        deadline = time.monotonic() + wait_s + ANSWER_S
+        # training waits here: for an agent that has not answered the last time, next to nothing
+        answer_s = MUTE_S if self._mute and wait_s < ANSWER_S else ANSWER_S
+        deadline = time.monotonic() + wait_s + answer_s
         asked: Channel | None = None
 
         def answer() -> p.Slot | p.NoSlot | None:
@@ -115,7 +119,8 @@ class RankLink:
             self._leases.clear()
             lease = self._changed.wait_for(answer, deadline - time.monotonic())
         if lease is None:
-            words = f"the agent gave no slot for iteration {iteration} in {wait_s + ANSWER_S:g} s"
+            self._mute = True
+            words = f"the agent gave no slot for iteration {iteration} in {wait_s + answer_s:g} s"
             raise ServiceError(words, path=self._path)
         if isinstance(lease, p.NoSlot):
             raise TryAgainError(lease.reason, iteration=iteration, rank=self._hello.rank)
@@ -237,6 +242,7 @@ class RankLink:
 
     def _hear(self, message: p.Message) -> None:
         with self._changed:
+            self._mute = False
             match message:
                 case p.Restore():
                     self._restore = message

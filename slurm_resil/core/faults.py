@@ -1,8 +1,8 @@
 """Faults at named points, for tests: ``SLURM_RESIL_FAULT="point:action[,point:action...]"``.
 
-Actions: ``kill`` (SIGKILL to this process), ``exit``, ``stop`` (SIGSTOP), ``raise`` (OSError, ENOSPC), and
-``kill@N`` etc. for the N-th time that the point is passed (from 1, the default; ``@*`` for every time). Without the
-variable a point costs one look-up of an empty table.
+Actions: ``kill`` (SIGKILL to this process), ``exit``, ``stop`` (SIGSTOP), ``raise`` (OSError, ENOSPC), ``hang`` (this
+thread, for a minute), and ``kill@N`` etc. for the N-th time that the point is passed (from 1, the default; ``@*`` for
+every time). Without the variable a point costs one look-up of an empty table.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 
 _table: dict[str, tuple[str, int]] = {}
 _passed: dict[str, int] = {}
@@ -26,7 +27,7 @@ def load(text: str) -> None:
     for entry in filter(None, text.split(",")):
         name, _, what = entry.partition(":")
         action, _, when = what.partition("@")
-        if not name or action not in ("kill", "exit", "stop", "raise"):
+        if not name or action not in ("kill", "exit", "stop", "raise", "hang"):
             raise ValueError(f"SLURM_RESIL_FAULT: {entry!r} is not like 'agent.vote:kill@2'")
         _table[name] = (action, 0 if when == "*" else int(when or "1"))
 
@@ -47,6 +48,9 @@ def point(name: str) -> None:
         raise OSError(errno.ENOSPC, f"injected at {name}")
     if action == "exit":
         os._exit(99)
+    if action == "hang":
+        time.sleep(60)
+        return
     os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 

@@ -1,8 +1,9 @@
-"""Makes the helpers of the checkpoint tests importable by name."""
+"""Makes the helpers of other tests importable by name."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "ckpt"))
+_TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(_TESTS / "unit" / "ckpt"), str(_TESTS / "fault")]

@@ -294,6 +294,22 @@ def test_a_job_goes_on_with_the_spare(engine: Engine) -> None:
     assert {"node4", bad} == set(engine.sandbox.run(["scontrol", "show", "hostnames", excluded.strip()]).stdout.split())
 
 
+def test_d12_nobody_takes_the_good_nodes_meanwhile(engine: Engine) -> None:
+    """A job of somebody else that waits for exactly these nodes, and is older, does not get them."""
+    engine.start()
+    job = engine.submit("alice", nodes=4)
+    nodes = job.nodes
+    argv = ["sbatch", "--parsable", "--exclusive", f"-N{len(nodes)}", "--output=/dev/null", "--wrap=sleep 600"]
+    other = Job(engine.sandbox, int(engine.sandbox.run(argv, user="bob").stdout), job.dir)
+    engine.jobs.append(other)
+    assert other.column("State") == "PENDING"
+    assert engine.continue_job("alice", job, reason="walltime")[0] == 0
+    incident = engine.wait_end(job)
+    assert incident["outcome"] == f"running on {','.join(nodes)}"
+    assert (job.seen, job.nodes) == (("RUNNING", 1), nodes)
+    assert other.column("State") == "PENDING"
+
+
 def test_without_a_pool_slurm_chooses_a_node(engine: Engine) -> None:
     engine.start(spares="mistyped")
     job = engine.submit("alice")

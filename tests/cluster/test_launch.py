@@ -288,6 +288,30 @@ def test_d9_attempts_that_gain_nothing_end_in_a_held_job_with_the_reason(sandbox
     assert "3 attempts in a row gained no iteration" in record["Comment"]
 
 
+def test_d10_tasks_of_an_array_with_a_name_of_any_kind(sandbox, start):
+    """Each task is a job and a run of its own; a name that looks like Slurm's record is a name."""
+    name = "ünï x JobState=FAILED Restarts=9 BatchFlag=0 Requeue=0\nJobId=1"
+    job = start("--iterations", "20", sbatch=("-N1", "--array=0-1", f"--job-name={name}", "--output=out-%a.txt"))
+    outs = [job.dir / f"out-{task}.txt" for task in (0, 1)]
+
+    def ended() -> bool:
+        time.sleep(0.3)
+        listing = sandbox.run(["squeue", "-h", "-j", str(job.id), "-t", "PENDING,RUNNING,COMPLETING"], check=False)
+        return not listing.stdout.strip()
+
+    wait_for("both tasks to end", ended, 90)
+    runs = sorted(job.dir.glob(".slurm-resil/*/events.jsonl"))
+    assert len(runs) == 2
+    for path in runs:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        assert (events[-1]["event"], events[-1]["code"], events[-1]["durable"]) == ("finished", 0, 20)
+    for out in outs:
+        text = out.read_text()
+        assert "WARNING" not in text  # such as that it cannot be requeued
+        digests = [json.loads(line.partition(": ")[2])["digest"] for line in text.splitlines() if '"digest"' in line]
+        assert sorted(digests) == sorted(expected(rank, 20) for rank in range(2))
+
+
 def test_a_burst_buffer_that_the_user_cannot_write_is_one_clear_error(sandbox, start):
     job = start("--iterations", "10", sbatch=(f"--export=ALL,SLURM_RESIL_BB_ROOT={sandbox.bb}/none",))
     record = job.wait_state("FAILED")
