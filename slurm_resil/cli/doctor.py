@@ -202,8 +202,7 @@ def _spank(here: Here) -> Answer:
 
 
 def _policy(here: Here) -> Answer:
-    said = here.commands.run("scontrol", "show", "config")
-    found: dict[str, str] = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", said, re.MULTILINE))
+    found = here.commands.config()
     if not {"JobRequeue", "PreemptMode", "KillWait"} <= set(found):
         return UNKNOWN, "scontrol show config says too little", ""
     mode, wait = found["PreemptMode"], re.match(r"\d+", found["KillWait"])

@@ -83,9 +83,9 @@ class SlurmCluster:
 
     def customs(self, partition: str) -> Customs:
         """See Cluster."""
-        wait = re.search(r"^KillWait\s*=\s*(\d+)", self._slurm.run("scontrol", "show", "config"), re.MULTILINE)
+        wait = re.match(r"\d+", self._slurm.config().get("KillWait", ""))
         mode = self._slurm.show("partition", partition).get("PreemptMode", "")
-        return Customs(kill_wait_s=float(wait[1]) if wait else 30.0, preempt_mode=mode)
+        return Customs(kill_wait_s=float(wait[0]) if wait else 30.0, preempt_mode=mode)
 
     def addresses(self, nodes: Sequence[str]) -> Mapping[str, str]:
         """See Cluster."""

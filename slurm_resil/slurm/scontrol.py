@@ -135,6 +135,15 @@ class Commands:
                 return words
         raise ServiceError(f"squeue said nothing about job {job_id}", job=job_id)
 
+    def config(self) -> dict[str, str]:
+        """Slurm's configuration as slurmctld has it.
+
+        Raises:
+            ServiceError: See :meth:`run`.
+        """
+        said = self.run("scontrol", "show", "config")
+        return dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", said, re.MULTILINE))
+
     def slurmds(self, names: Iterable[str]) -> dict[str, tuple[str, int]]:
         """Address and port of the slurmd of each node.
 
@@ -146,8 +155,7 @@ class Commands:
             node = fields(line)
             port = node.get("Port") or usual  # said only if it is not the cluster's
             if not port:
-                match = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", self.run("scontrol", "show", "config"), re.MULTILINE)
-                port = usual = match[1] if match else ""
+                port = usual = self.config().get("SlurmdPort", "")
             if port.isdigit() and node.get("NodeAddr"):
                 found[node["NodeName"]] = (node["NodeAddr"], int(port))
         for name in names:

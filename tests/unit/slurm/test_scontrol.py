@@ -254,6 +254,13 @@ def test_no_answer_is_a_failure(tmp_path: Path) -> None:
             call()
 
 
+def test_configuration_with_empty_values(tmp_path: Path) -> None:
+    said = (
+        "Configuration data as of 2026\nEpilog                  = \nJobRequeue              = 1\nKillWait  = 30 sec\n"
+    )
+    assert commands(tmp_path, f"print({said!r})").config() == {"Epilog": "", "JobRequeue": "1", "KillWait": "30 sec"}
+
+
 def test_a_column_that_squeue_does_not_know_is_no_empty_one(tmp_path: Path) -> None:
     script = "print('1||'); print('squeue: error: Invalid job format specification: Requeue', file=sys.stderr)"
     with pytest.raises(ServiceError, match="Invalid job format"):
