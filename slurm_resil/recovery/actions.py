@@ -74,17 +74,21 @@ class Continuation:
         if record.held and not self._held_by_us():
             return "somebody else holds the job: left alone"
         bad = [name for name in self._incident.bad if self._drain(name)]
+        excluded = sorted({*self._slurm.excluded(self._incident.job), *self._incident.bad})
+        # before the job lets go of them: whoever waits for nodes would have them in the same second
+        wanted = self._wanted_nodes(excluded)
+        if not wanted or not self._make_guard(wanted):
+            self._clear_guard()
+            wanted = []
         self._take_down(bad)
         found = self._wait(("PENDING",), PENDING_S)
         if found is None or found.state != "PENDING" or self._settled(found):
             self._clear_guard()
             words = self._settled(found) if found else ""
             return words or f"the job is {found.state if found else 'gone'}: nothing to continue"
-        self._clear_guard()
         time.sleep(SETTLE_S)
-        excluded = sorted({*self._slurm.excluded(self._incident.job), *self._incident.bad})
-        wanted = self._wanted_nodes(excluded)
-        if wanted and not self._make_guard(wanted):
+        if wanted and not self._still_there(wanted):
+            self._clear_guard()
             wanted = []
         changes = [f"ReservationName={self._guard if wanted else ''}", f"ReqNodeList={','.join(wanted)}"]
         if excluded:
@@ -197,6 +201,10 @@ class Continuation:
 
     def _make_guard(self, wanted: Iterable[str]) -> bool:
         """Keep others off the nodes until the job has them; returns whether that worked."""
+        there = self._reservations().get(self._guard)
+        if there is not None and set(nodes_of(there)) == set(wanted):
+            return True  # of an interrupted try
+        self._clear_guard()
         try:
             self._act(
                 "create",
@@ -215,7 +223,7 @@ class Continuation:
         return True
 
     def _wanted_nodes(self, excluded: Iterable[str]) -> list[str]:
-        """Good nodes, and a spare for every bad one; none if they are somebody else's by now."""
+        """Good nodes, and a spare for every bad one; none if one of them will not do."""
         incident = self._incident
         if incident.reason == "preemption":
             return []
@@ -230,11 +238,18 @@ class Continuation:
             self._store.audit(incident.id, "choose a spare", f"{need} needed, {len(spare)} found: Slurm chooses")
             return []
         wanted = [*incident.good, *spare]
-        odd = [name for name in wanted if not policy.usable(self._slurm.show("node", name))]
+        return wanted if self._all(wanted, policy.sound) else []
+
+    def _still_there(self, wanted: Iterable[str]) -> bool:
+        """Whether nobody else is on the nodes, now that the job is not: Slurm may have requeued it long ago."""
+        return self._all(wanted, policy.usable)
+
+    def _all(self, names: Iterable[str], good: Callable[[dict[str, str]], bool]) -> bool:
+        odd = [name for name in names if not good(self._slurm.show("node", name))]
         if odd:
-            self._store.audit(incident.id, "take the old nodes", f"{', '.join(odd)} cannot be used: Slurm chooses")
-            return []
-        return wanted
+            words = f"{', '.join(odd)} cannot be used: Slurm chooses"
+            self._store.audit(self._incident.id, "take the old nodes", words)
+        return not odd
 
     def _pool(self) -> list[str]:
         """Usable spares."""

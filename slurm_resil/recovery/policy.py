@@ -13,6 +13,7 @@ HOUR_S = 3600.0
 _MARKS = "*~#!%$@^-"  # of states: silent, asleep, waking, going to sleep, in maintenance, to be rebooted, planned
 _HELD = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "FAIL", "FAILING"}
 _HARMLESS = {"IDLE", "CLOUD", "RESERVED", "PLANNED", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_UP"}
+_BUSY = {"ALLOCATED", "MIXED", "COMPLETING"}
 _SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted")
 
 
@@ -84,7 +85,12 @@ def silent(record: Mapping[str, str]) -> bool:
     return bool(states(record) & {"DOWN", "NOT_RESPONDING"}) or "*" in record.get("State", "")
 
 
+def sound(record: Mapping[str, str]) -> bool:
+    """Whether nothing but jobs keeps a node from being used."""
+    found, marks = states(record), set(record.get("State", "")) & set(_MARKS)
+    return bool(found) and found <= _HARMLESS | _BUSY and not marks
+
+
 def usable(record: Mapping[str, str]) -> bool:
     """Whether a node can stand in for another one now: idle, and nothing but harmless flags."""
-    state = record.get("State", "")
-    return "IDLE" in states(record) and states(record) <= _HARMLESS and not set(state) & set(_MARKS)
+    return "IDLE" in states(record) and sound(record) and not states(record) & _BUSY

@@ -378,7 +378,7 @@ def test_killed_anywhere_it_continues_the_job_once(engine: Engine, point: str) -
     )
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])  # drain, requeuehold, down
+@pytest.mark.parametrize("number", [1, 2, 3, 4])  # drain, guard, requeuehold, down
 def test_killed_while_it_takes_a_node_down(engine: Engine, number: int) -> None:
     engine.start(fault=f"engine.acted:kill@{number}")
     job = engine.submit("alice")
@@ -455,17 +455,18 @@ def test_what_failed_before_the_job_was_stopped_can_be_asked_for_again(engine: E
 
 
 def test_a_job_is_not_left_held_by_an_engine_that_fails(engine: Engine) -> None:
-    engine.start(fault="engine.begun:raise@2")
+    engine.start(fault="engine.begun:raise@3")
     job = engine.submit("alice")
     assert engine.continue_job("alice", job)[0] == 0
     assert engine.wait_end(job)["outcome"].startswith("failed")
-    assert job.column("State") == "PENDING"
+    assert not engine.guards()
     assert job.column("PriorityLong") != "0"
 
 
 def test_an_outage_of_slurmctld_in_the_middle_is_waited_for(engine: Engine) -> None:
-    engine.start(fault="engine.acted:stop@1")
+    engine.start(fault="engine.acted:stop@2")
     job = engine.submit("alice")
+    time.sleep(6)  # slurmctld writes its jobs down every five seconds; what it lost nobody can continue
     assert engine.continue_job("alice", job)[0] == 0
     assert engine.process is not None
     wait_for("requeuehold", lambda: job.seen[0] != "RUNNING")

@@ -194,3 +194,20 @@ def test_what_slurm_calls_dead(state: str, expected: bool) -> None:
 )
 def test_what_can_stand_in(state: str, expected: bool) -> None:
     assert policy.usable({"State": state}) is expected
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("ALLOCATED", True),
+        ("MIXED+COMPLETING", True),
+        ("IDLE+RESERVED", True),
+        ("ALLOCATED*", False),
+        ("ALLOCATED+DRAIN", False),
+        ("MIXED+MAINTENANCE", False),
+        ("DOWN", False),
+        ("", False),
+    ],
+)
+def test_what_the_job_may_have_again(state: str, expected: bool) -> None:
+    assert policy.sound({"State": state}) is expected
