@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from slurm_resil.core import faults
 from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError
@@ -27,6 +27,7 @@ RUNNING_S = 120.0
 # slurmd refuses a job whose credential is not at least a second younger than the kill of its last attempt ("already
 # killed, do not launch"), and the clocks of nodes differ
 SETTLE_S = 2.5
+FREE_S = 20.0
 GUARD_MINUTES = 15
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY")
 
@@ -238,14 +239,24 @@ class Continuation:
             self._store.audit(incident.id, "choose a spare", f"{need} needed, {len(spare)} found: Slurm chooses")
             return []
         wanted = [*incident.good, *spare]
-        return wanted if self._all(wanted, policy.sound) else []
+        odd = [name for name in wanted if not policy.sound(self._slurm.show("node", name))]
+        return wanted if self._said(odd) else []
 
-    def _still_there(self, wanted: Iterable[str]) -> bool:
-        """Whether nobody else is on the nodes, now that the job is not: Slurm may have requeued it long ago."""
-        return self._all(wanted, policy.usable)
+    def _still_there(self, wanted: Sequence[str]) -> bool:
+        """Whether the nodes are free, now that the job is off them; Slurm may have requeued it long ago.
 
-    def _all(self, names: Iterable[str], good: Callable[[dict[str, str]], bool]) -> bool:
-        odd = [name for name in names if not good(self._slurm.show("node", name))]
+        After a restart of slurmctld nodes are unknown until they have registered again: that is waited for.
+        """
+        end = time.monotonic() + FREE_S
+        while True:
+            found = {name: self._slurm.show("node", name) for name in wanted}
+            odd = [name for name, record in found.items() if not policy.usable(record)]
+            taken = any(policy.busy(record) for record in found.values())
+            if not odd or taken or time.monotonic() > end or self._stop():
+                return self._said(odd)
+            time.sleep(POLL_S)
+
+    def _said(self, odd: Sequence[str]) -> bool:
         if odd:
             words = f"{', '.join(odd)} cannot be used: Slurm chooses"
             self._store.audit(self._incident.id, "take the old nodes", words)

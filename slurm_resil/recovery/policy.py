@@ -13,7 +13,8 @@ HOUR_S = 3600.0
 _MARKS = "*~#!%$@^-"  # of states: silent, asleep, waking, going to sleep, in maintenance, to be rebooted, planned
 _HELD = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "FAIL", "FAILING"}
 _HARMLESS = {"IDLE", "CLOUD", "RESERVED", "PLANNED", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_UP"}
-_BUSY = {"ALLOCATED", "MIXED", "COMPLETING"}
+_TAKEN = {"ALLOCATED", "MIXED"}
+_BUSY = {*_TAKEN, "COMPLETING"}
 _SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted")
 
 
@@ -89,6 +90,11 @@ def sound(record: Mapping[str, str]) -> bool:
     """Whether nothing but jobs keeps a node from being used."""
     found, marks = states(record), set(record.get("State", "")) & set(_MARKS)
     return bool(found) and found <= _HARMLESS | _BUSY and not marks
+
+
+def busy(record: Mapping[str, str]) -> bool:
+    """Whether a job runs on a node."""
+    return bool(states(record) & _TAKEN)
 
 
 def usable(record: Mapping[str, str]) -> bool:

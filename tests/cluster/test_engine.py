@@ -478,4 +478,5 @@ def test_an_outage_of_slurmctld_in_the_middle_is_waited_for(engine: Engine) -> N
     finally:
         engine.sandbox.restart_slurmctld()
     engine.wait_end(job, 120)
-    assert job.seen == ("RUNNING", 1)
+    wait_for("the job to run again", lambda: job.seen == ("RUNNING", 1), 60)
+    assert len(engine.of(job)) == 1
