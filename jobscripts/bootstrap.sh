@@ -39,6 +39,7 @@ mpich<6
 mypy<3
 pytest<10
 pytest-timeout<3
+pytest-xdist<4
 ruff>=0.17,<0.18
 setuptools<90
 '

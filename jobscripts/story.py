@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from slurm_resil.hooks.command import command
 from slurm_resil.sandbox import Sandbox, SandboxSpec
 from slurm_resil.sandbox.spec import CONTROLLER_ADDRESS
 
@@ -417,13 +419,13 @@ def compare(one: Path, other: Path) -> list[str]:
 
 
 def hooks(work: Path, sandbox: Path) -> dict[str, Path]:
-    """Write the site's prolog and epilog: two lines of shell each, as in site_configs."""
-    config, python = work / "hooks.json", Path(sys.prefix) / "bin" / "python"
+    """Write the site's prolog and epilog, as `slurm-resil site render` does."""
+    config = work / "hooks.json"
     config.write_text(json.dumps({"bb_root": str(sandbox / "bb"), "log": str(work / "hooks.log")}))
     found = {}
     for name in ("prolog", "epilog"):
         script = work / f"{name}.sh"
-        script.write_text(f"#!/bin/sh\nexec {python} -I -m slurm_resil.hooks.{name} --config {config}\n")
+        script.write_text(f"#!/bin/sh\nexec {shlex.join(command(name, str(config)))}\n")
         script.chmod(0o755)
         found[name] = script
     return found

@@ -23,6 +23,15 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # run.sh starts us in the background, where it is ignored
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one worker, and all training stories on the same one: they share undisturbed runs."""
+    for item in items:
+        path = item.path.relative_to(_ROOT)
+        group = "stories" if path.name.startswith("test_story_") else str(path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     """Undisturbed runs of the training example, each trained once for all tests."""

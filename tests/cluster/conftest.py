@@ -1,4 +1,4 @@
-"""Real Slurm clusters for tests: each starts in a short directory under /tmp and is always ended."""
+"""Real Slurm clusters for tests: each starts in a directory of its own and is always ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster_factory() -> Iterator[ClusterFactory]:
     started: list[Path] = []
 
     def start(**fields: Any) -> Sandbox:
-        path = fields.pop("dir", None) or Path(tempfile.mkdtemp(prefix="srs-", dir="/tmp"))
+        path = fields.pop("dir", None) or Path(tempfile.mkdtemp(prefix="srs-"))
         started.append(path)
         return Sandbox.up(SandboxSpec(dir=path, **fields))
 

@@ -18,6 +18,7 @@ from slurm_resil.sandbox.teardown import tear_down
 
 pytestmark = pytest.mark.cluster
 
+TEMP = Path(tempfile.gettempdir())
 MPI_PYTHON = sys.executable
 MPI_PROGRAM = """
 import socket
@@ -28,7 +29,7 @@ print(world.rank, world.size, world.allreduce(world.rank + 1), socket.gethostnam
 
 
 def short_dir() -> Path:
-    path = tempfile.mkdtemp(prefix="srs-", dir="/tmp")
+    path = tempfile.mkdtemp(prefix="srs-")
     os.rmdir(path)
     return Path(path)
 
@@ -53,15 +54,15 @@ def footprint() -> dict[str, set[str]]:
                 argv = Path(f"/proc/{name}/cmdline").read_bytes()
             except OSError:
                 continue
-            if b"SLURM_RESIL_SANDBOX_OF=/tmp/srs-" in environment or b"/tmp/srs-" in argv:
+            if b"SLURM_RESIL_SANDBOX_OF=" in environment or f"{TEMP}/srs-".encode() in argv:
                 processes.add(f"{name} {argv!r}")
     return {
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
         "links": {line.split(":")[1] for line in words("ip", "-o", "link") if line},
         "namespaces": {line for line in words("lsns", "-n", "-o", "NS,TYPE") if line},
         "processes": processes,
-        "files": {*(str(path) for path in Path("/tmp").glob("srs-*")), *(str(path) for path in Path("/run").glob("*"))},
-        "sockets": {line for line in Path("/proc/net/unix").read_text().splitlines() if "/tmp/srs-" in line},
+        "files": {*(str(path) for path in TEMP.glob("srs-*")), *(str(path) for path in Path("/run").glob("*"))},
+        "sockets": {line for line in Path("/proc/net/unix").read_text().splitlines() if f"{TEMP}/srs-" in line},
     }
 
 
@@ -243,6 +244,7 @@ def test_status_and_exec_of_the_command_line(cluster):
     assert cluster.node_states()
 
 
+@pytest.mark.alone
 def test_eight_nodes_start_in_time_and_down_leaves_nothing(cluster_factory):
     before = footprint()
     began = time.monotonic()
@@ -268,6 +270,7 @@ def test_two_run_side_by_side(cluster, cluster_factory):
     assert cluster.run(["srun", "-N2", "hostname"], user="alice").stdout.split()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("torn", [False, True])
 def test_down_after_the_keeper_was_killed_or_its_record_torn(cluster_factory, torn):
     before = footprint()
@@ -300,6 +303,7 @@ def test_down_never_kills_a_process_that_got_the_keepers_pid(cluster_factory):
             bystander.kill()
 
 
+@pytest.mark.alone
 def test_up_that_is_killed_leaves_only_a_directory_that_down_removes():
     before = footprint()
     path = short_dir()
@@ -327,6 +331,7 @@ def test_down_spares_what_is_not_a_sandbox(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "line", ["NoSuchKey=1", "no key at all", "KillWait=abc", "PartitionName=x Nodes=node99", "SelectType=select/none"]
 )
@@ -380,6 +385,7 @@ def test_accounting(cluster_factory):
     sandbox.down()
 
 
+@pytest.mark.alone
 def test_rootless_as_another_user():
     before = footprint()
     path = short_dir()
