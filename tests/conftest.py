@@ -25,11 +25,18 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, and all training stories on the same one: they share undisturbed runs."""
+    """Keep the tests of a file on one worker, and all training stories on the same one: they share undisturbed runs.
+
+    What takes longest comes first, so that the workers end at about the same time.
+    """
+
+    def group(item: pytest.Item) -> str:
+        return "stories" if item.path.name.startswith("test_story_") else str(item.path.relative_to(_ROOT))
+
     for item in items:
-        path = item.path.relative_to(_ROOT)
-        group = "stories" if path.name.startswith("test_story_") else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    order = ("stories", "tests/cluster", "tests/fault", "tests/unit/drain")
+    items.sort(key=lambda item: next((i for i, name in enumerate(order) if group(item).startswith(name)), len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ ran=0 status=0
 others=' and not full'
 ((!full)) || others=''
 # tests of clusters wait more than they compute: two at a time, each file on one worker
-run_pytest 'two at a time' -n 2 --dist loadgroup -m "not alone$others" "$@"
+run_pytest 'two at a time' -n 2 --dist loadgroup --no-loadscope-reorder -m "not alone$others" "$@"
 run_pytest 'alone' -m "alone$others" "$@"
 ((${#failed[@]} == 0)) || {
     printf '== FAILED: %s\n' "${failed[@]}"
