@@ -23,7 +23,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # run.sh starts us in the background, where it is ignored
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # the groups are read by a hook of xdist
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of a file on one worker, and all training stories on the same one: they share undisturbed runs.
 
