@@ -39,7 +39,6 @@ mpich<6
 mypy<3
 pytest<10
 pytest-timeout<3
-pytest-xdist<4
 ruff>=0.17,<0.18
 setuptools<90
 '

@@ -23,22 +23,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # run.sh starts us in the background, where it is ignored
 
 
-@pytest.hookimpl(tryfirst=True)  # the groups are read by a hook of xdist
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, and all training stories on the same one: they share undisturbed runs.
-
-    What takes longest comes first, so that the workers end at about the same time.
-    """
-
-    def group(item: pytest.Item) -> str:
-        return "stories" if item.path.name.startswith("test_story_") else str(item.path.relative_to(_ROOT))
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    order = ("stories", "tests/cluster", "tests/fault", "tests/unit/drain")
-    items.sort(key=lambda item: next((i for i, name in enumerate(order) if group(item).startswith(name)), len(order)))
-
-
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     """Undisturbed runs of the training example, each trained once for all tests."""

@@ -34,8 +34,8 @@ take_down() {
     rm -rf "$work"
 }
 trap take_down EXIT
-child='' interrupted=0
-trap 'interrupted=1; if [[ $child ]]; then kill "$child" 2>/dev/null || true; else exit 143; fi' INT TERM
+children=() interrupted=0
+trap 'interrupted=1; if ((${#children[@]})); then kill "${children[@]}" 2>/dev/null || true; else exit 143; fi' INT TERM
 
 check() { # name, then the command; goes on after a failure, so that one run shows all of them
     local name=$1
@@ -52,31 +52,40 @@ check shellcheck shellcheck "${scripts[@]}"
 check spank make -C spank check
 ((${#failed[@]} == 0)) || echo "== FAILED so far: ${failed[*]}"
 
-run_pytest() { # name, then arguments; sets status
-    local name=$1
-    shift
-    echo "== pytest, $name"
-    # in the background, because bash acts on a signal only when its foreground process is over
-    "$python" -m pytest "$@" &
-    child=$!
+# in the background, because bash acts on a signal only when its foreground process is over
+finish() { # name, pid
+    local status
     while :; do
         status=0
-        wait "$child" || status=$?
-        kill -0 "$child" 2>/dev/null || break
+        wait "$2" || status=$?
+        kill -0 "$2" 2>/dev/null || break
     done
-    child=''
-    ((!interrupted)) || exit 130
+    ((!interrupted)) || return 0
     # 5: the arguments chose none of these tests
-    ((status == 0 || status == 5)) || failed+=("pytest, $name")
+    ((status == 0 || status == 5)) || failed+=("pytest, $1")
     ((status == 5)) || ran=1
 }
 
-ran=0 status=0
-others=' and not full'
-((!full)) || others=''
-# tests of clusters wait more than they compute: two at a time, each file on one worker
-run_pytest 'two at a time' -n 2 --dist loadgroup --no-loadscope-reorder -m "not alone$others" "$@"
-run_pytest 'alone' -m "alone$others" "$@"
+ran=0 full_too=' and not full'
+((!full)) || full_too=''
+# The stories wait more than they compute: all else runs beside them.
+echo '== pytest, all else; shown below'
+"$python" -m pytest -m "not story and not alone$full_too" "$@" >"$work/else.log" 2>&1 &
+children=($!)
+echo '== pytest, training stories'
+"$python" -m pytest -m "story$full_too" "$@" &
+children+=($!)
+finish 'training stories' "${children[1]}"
+finish 'all else' "${children[0]}"
+cat "$work/else.log"
+children=()
+((!interrupted)) || exit 130
+echo '== pytest, alone on this host'
+"$python" -m pytest -m "alone$full_too" "$@" &
+children=($!)
+finish 'alone on this host' "${children[0]}"
+children=()
+((!interrupted)) || exit 130
 ((${#failed[@]} == 0)) || {
     printf '== FAILED: %s\n' "${failed[@]}"
     exit 1

@@ -8,7 +8,7 @@ import pytest
 from harness import TINY, References, assert_identical, assert_nobody_gathered, cluster, rng
 from story import Job, Story
 
-pytestmark = [pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
+pytestmark = [pytest.mark.story, pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from harness import TINY, References, assert_identical, cluster, rng
 from story import USER, Job, Story
 
-pytestmark = [pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
+pytestmark = [pytest.mark.story, pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
 VICTIMS = ("launcher", "agent", "slurmctld")
 PATTERNS = {"launcher": "slurm-resil run", "agent": "slurm_resil agent"}
 

@@ -16,7 +16,7 @@ from harness import (
 )
 from story import Story
 
-pytestmark = [pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
+pytestmark = [pytest.mark.story, pytest.mark.cluster, pytest.mark.torch, pytest.mark.mpi]
 
 
 @pytest.fixture(scope="module")
