@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -43,10 +42,18 @@ def claim(layout: Layout) -> None:
     Raises:
         NotPermittedError: It is another user's.
         TryAgainError: There is a sandbox in it already.
-        UsageError: It holds other things, or is not ours.
+        UsageError: It cannot be made, holds other things, or is not ours.
     """
-    with contextlib.suppress(FileExistsError):
+    try:
         layout.dir.mkdir(mode=0o755)
+    except FileExistsError:
+        pass
+    except PermissionError as error:
+        raise NotPermittedError(
+            f"cannot make {layout.dir}: {error.strerror}", mend="--dir names another place"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"cannot make {layout.dir}: {error.strerror}", mend="--dir names another place") from error
     info = os.lstat(layout.dir)
     if not layout.dir.is_dir() or layout.dir.is_symlink():
         raise UsageError(f"{layout.dir} is not a directory")

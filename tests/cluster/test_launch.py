@@ -24,7 +24,7 @@ sys.path.insert(0, str(FAULT))
 from nodes import wait_for  # noqa: E402 - found by the line above
 from test_launch import expected  # noqa: E402
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.story]
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={site}:{root} PYTHONDONTWRITEBYTECODE=1 PATH={bin}:$PATH
 python -m slurm_resil run {launcher} --every 10 -- python {train} {options}

@@ -315,6 +315,14 @@ def test_up_that_is_killed_leaves_only_a_directory_that_down_removes():
     wait_until("the end of everything", lambda: not left_since(before), timeout_s=10)
 
 
+def test_up_where_there_can_be_no_directory_is_one_clear_error(tmp_path):
+    for path in (tmp_path / "none" / "sb", Path("/proc/sb")):
+        done = cli("up", "--dir", str(path))
+        assert done.returncode in (2, 77)
+        assert f"cannot make {path}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_down_spares_what_is_not_a_sandbox(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="not a sandbox"):
@@ -387,8 +395,10 @@ def test_accounting(cluster_factory):
 
 @pytest.mark.alone
 def test_rootless_as_another_user():
+    parent = Path(tempfile.mkdtemp(prefix="sro-"))  # where others can write, which run.sh's own directory is not
+    parent.chmod(0o777)
     before = footprint()
-    path = short_dir()
+    path = parent / "srs-1"
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     nobody = {"user": "nobody", "group": "nogroup", "extra_groups": [], "cwd": "/", "env": env}
     up = cli("up", "--dir", str(path), "--nodes", "3", "--spares", "1", **nobody)
@@ -409,3 +419,4 @@ def test_rootless_as_another_user():
     assert down.returncode == 0, down.stderr
     assert not path.exists()
     wait_until("the end of everything", lambda: not left_since(before), timeout_s=10)
+    parent.rmdir()
