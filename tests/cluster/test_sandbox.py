@@ -315,10 +315,10 @@ def test_up_that_is_killed_leaves_only_a_directory_that_down_removes():
     wait_until("the end of everything", lambda: not left_since(before), timeout_s=10)
 
 
-def test_up_where_there_can_be_no_directory_is_one_clear_error(tmp_path):
-    for path in (tmp_path / "none" / "sb", Path("/proc/sb")):
+def test_up_where_there_can_be_no_directory_is_one_clear_error():
+    for path in (short_dir() / "sb", Path("/etc/hostname/sb")):
         done = cli("up", "--dir", str(path))
-        assert done.returncode in (2, 77)
+        assert done.returncode == 2
         assert f"cannot make {path}" in done.stderr
         assert "Traceback" not in done.stderr
 
@@ -396,7 +396,7 @@ def test_accounting(cluster_factory):
 @pytest.mark.alone
 def test_rootless_as_another_user():
     parent = Path(tempfile.mkdtemp(prefix="sro-"))  # where others can write, which run.sh's own directory is not
-    parent.chmod(0o777)
+    parent.chmod(0o1777)
     before = footprint()
     path = parent / "srs-1"
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
