@@ -159,15 +159,16 @@ def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str
     tasks = [node for node in nodes for _ in range(per_node)]
     arbitrary = ",".join(tasks)
     if len(arbitrary) <= LAYOUT_LIMIT_BYTES:
-        # Slurm's task numbers, and so its labels and its messages, are then our ranks
+        # Slurm's task numbers, and so its labels and its messages, are then our ranks; from 24.11 on the number of
+        # nodes must not be said beside it
         places = ["--distribution=arbitrary", f"--nodelist={arbitrary}"]
     else:
-        places = [f"--ntasks-per-node={per_node}", f"--nodelist={NodeSet.fromlist(nodes)}"]
+        nodelist = f"--nodelist={NodeSet.fromlist(nodes)}"
+        places = [f"--nodes={len(nodes)}", f"--ntasks-per-node={per_node}", nodelist]
     return [
         job.srun,
         "--overlap",
         "--overcommit",
-        f"--nodes={len(nodes)}",
         f"--ntasks={len(tasks)}",
         *places,
         f"--job-name={name}",
