@@ -13,7 +13,7 @@ from slurm_resil.agent.link import RankLink
 from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
-from slurm_resil.core import control, paths
+from slurm_resil.core import control, fsio, paths
 from slurm_resil.core.errors import DataError, ServiceError, TryAgainError, UsageError
 from slurm_resil.format.manifest import ShardManifest
 
@@ -278,12 +278,13 @@ class Checkpointer:
                 try:
                     store.load_local(answer.iteration)
                 except OSError as error:
-                    raise DataError(f"cannot be read: {error}") from error
+                    raise DataError(f"{p.UNREADABLE}{error}", fault="unreadable") from error
             elif answer.source == "drained":
                 self._load_drained(store, answer.iteration)
         except DataError as error:
             self._log("%s checkpoint of iteration %d is bad: %s", answer.source, answer.iteration, error)
-            self._link.loaded(answer.plan, "bad", str(error))
+            unreadable = error.context.get("fault") == "unreadable" and not error.message.startswith(p.UNREADABLE)
+            self._link.loaded(answer.plan, "bad", p.UNREADABLE * unreadable + str(error))
         except BaseException as error:
             self._link.loaded(answer.plan, "error", f"{type(error).__name__}: {error}")
             raise
@@ -296,9 +297,9 @@ class Checkpointer:
             try:
                 store.load_drained(iteration)
                 return
-            except OSError:
-                if not left:
-                    raise
+            except OSError as error:
+                if not left or error.errno in fsio.UNREADABLE:
+                    raise DataError(f"{p.UNREADABLE}{error}", fault="unreadable") from error
                 time.sleep(DRAINED_PAUSE_S)
 
     def _take_seat(self, start: int) -> None:

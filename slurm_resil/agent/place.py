@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,7 +94,7 @@ def from_env(env: Mapping[str, str]) -> Place:
     if run_id is None:
         # outside Slurm and without a name: ranks of one node have one parent, a lone process has itself
         run_id = f"local-{os.getppid() if per_node > 1 else os.getpid()}"
-    if "/" in run_id or run_id in (".", ".."):
+    if "/" in run_id or run_id in (".", "..") or len(run_id.encode()) > paths.RUN_ID_BYTES:
         read.faults.append(f"SLURM_RESIL_RUN_ID={run_id!r} is no name, as in SLURM_RESIL_RUN_ID=llama-3")
     settings = None
     try:
@@ -109,7 +108,7 @@ def from_env(env: Mapping[str, str]) -> Place:
         )
     if read.faults or settings is None:
         raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
-    job_id = job if job is not None else zlib.crc32(run_id.encode()) + 1
+    job_id = job if job is not None else paths.local_job(settings.prefix_root.value, run_id)
     return Place(
         info=RunInfo(
             run_id=run_id,

@@ -35,6 +35,9 @@ from slurm_resil.core.errors import DataError
 Source = Literal["fresh", "local", "drained"]
 
 
+UNREADABLE = "cannot be read: "  # begins the reason of a rank that could not look: nothing is known to be bad
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """Anything that is said."""

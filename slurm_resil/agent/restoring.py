@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from slurm_resil.agent.protocol import Loaded, Plan
+from slurm_resil.agent.protocol import UNREADABLE, Loaded, Plan
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
 from slurm_resil.core import paths
 from slurm_resil.core.log import event
@@ -100,6 +100,8 @@ class Restoring:
             self._bad[iteration, loaded.rank] = loaded.reason
             return
         self._bad[iteration, DRAINED] = loaded.reason
+        if loaded.reason.startswith(UNREADABLE):
+            return  # left as it is: who may read it, or can again, finds it
         source, target = paths.drained_manifest(self._run_dir, iteration), paths.drained_bad(self._run_dir, iteration)
         with contextlib.suppress(FileNotFoundError):
             try:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from slurm_resil.agent.place import from_env
+from slurm_resil.catalog import RunCatalog
 from slurm_resil.core import errors, paths
 from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.core.model import CheckpointState
@@ -105,9 +106,17 @@ def look(run_dir: str | None, job_dir: str | None) -> list[Seen]:
 def _published(entry: Seen, run_dir: str) -> None:
     entry.drained = find.durable(run_dir, entry.iteration)
     if entry.drained is None:
-        entry.faults.append(f"{paths.drained_manifest(run_dir, entry.iteration)} or its file is damaged")
+        entry.faults.append(_why(run_dir, entry.iteration))
     else:
         entry.world_size, entry.created_s = entry.drained.world_size, entry.drained.created_s
+
+
+def _why(run_dir: str, iteration: int) -> str:
+    try:
+        RunCatalog(run_dir).load(iteration)
+    except (DataError, OSError) as error:
+        return str(error)
+    return f"{paths.drained_manifest(run_dir, iteration)} or its file was damaged a moment ago"
 
 
 def _names(directory: str) -> list[str]:
@@ -115,6 +124,8 @@ def _names(directory: str) -> list[str]:
         return sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise errors.ConfigError(f"cannot list {directory}: {error.strerror}", path=directory) from error
 
 
 def _places(function: F) -> F:
@@ -125,10 +136,17 @@ def _places(function: F) -> F:
 
 def _resolve(run_dir: str | None, job_dir: str | None) -> tuple[str, str | None]:
     """Fill in from the environment what was not given; with a run's directory alone only that tier is looked at."""
-    if run_dir is None:
-        place = from_env(os.environ)
-        return place.run_dir, job_dir or place.job_dir
-    return run_dir, job_dir
+    if run_dir is not None:
+        if not job_dir and not os.path.isdir(run_dir):
+            raise errors.missing_path(run_dir, "the run's directory", "name another one with --run-dir")
+        return run_dir, job_dir
+    place = from_env(os.environ)
+    if "SLURM_JOB_ID" not in os.environ and not os.environ.get("SLURM_RESIL_RUN_ID"):
+        root = os.path.dirname(place.run_dir)
+        runs = [name for name in _names(root) if os.path.isdir(os.path.join(root, name))]
+        there = f"in {root} there are: {', '.join(runs)}" if runs else f"there is none in {root}"
+        raise UsageError("no run is named, and this is no job", mend=f"say --run-dir; {there}")
+    return place.run_dir, job_dir or place.job_dir
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -256,9 +274,10 @@ def verify(iterations: tuple[int, ...], run_dir: str | None, job_dir: str | None
             click.echo(f"    {flaw}")
     bad = [str(result["iteration"]) for result in results if not result["sound"]]
     if bad:
-        raise DataError(
-            f"damaged: iteration {', '.join(bad)}", mend="another tier or an earlier iteration may be sound"
-        )
+        words = f"damaged: iteration {', '.join(bad)}"
+        damaged = DataError(words, mend="another tier or an earlier iteration may be sound")
+        damaged.told = as_json
+        raise damaged
 
 
 @ckpt.command()

@@ -56,7 +56,7 @@ def incidents(db: Path, as_json: bool) -> None:
     """What was asked, what was done, and how it ended."""
     if not db.exists():
         raise click.BadParameter(f"{db} does not exist", param_hint="--db")
-    store = Store(str(db))
+    store = Store(str(db), readonly=True)
     entries = [dataclasses.asdict(entry) | {"trail": store.trail(entry.id)} for entry in store.incidents()]
     if as_json:
         click.echo(json.dumps({"incidents": entries}))

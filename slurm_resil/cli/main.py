@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
 import sys
 from typing import NoReturn
@@ -62,15 +64,35 @@ def main() -> NoReturn:
     except click.exceptions.Exit as exit_:
         sys.exit(exit_.exit_code)
     except click.ClickException as error:
+        _json(error.format_message(), "", errors.EXIT_USAGE)
         error.show()
         sys.exit(errors.EXIT_USAGE)
     except click.Abort:
         sys.exit(130)
     except errors.ResilError as error:
+        if not error.told:
+            _json("\n".join([error.message, *getattr(error, "faults", ())]), error.mend, error.exit_code)
         click.echo(f"slurm-resil: {error}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # the reader went away (`| head`): no traceback, and nothing more can be printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(errors.EXIT_FAILED)
+    except OSError as error:
+        if error.filename is None and error.strerror is None:
+            raise  # by a program's fault: nothing that a file system says
+        code = errors.EXIT_NOT_PERMITTED if isinstance(error, PermissionError) else errors.EXIT_FAILED
+        words = f"{os.fsdecode(error.filename or 'output')}: {error.strerror}"
+        with contextlib.suppress(OSError):
+            _json(words, "", code)
+        click.echo(f"slurm-resil: {words}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written would be tried again at the end
+        sys.exit(code)
     sys.exit(errors.EXIT_OK)
+
+
+def _json(message: str, mend: str, code: int) -> None:
+    """Say an error as JSON too, if that was asked for: whoever reads it gets an object in any case."""
+    words = sys.argv[1:]
+    if "--json" in (words[: words.index("--")] if "--" in words else words):
+        click.echo(json.dumps({"ok": False, "error": message, "mend": mend, "exit_code": code}))

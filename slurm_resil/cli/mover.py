@@ -236,6 +236,7 @@ def drain_command(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         screen.close()
         if as_json:
+            error.told = True
             screen.line("failed", error=str(error), exit_code=error.exit_code, retryable=error.retryable)
         if comm.rank == 0:
             raise

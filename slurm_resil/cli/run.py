@@ -78,6 +78,8 @@ def run(
     run_dir = setup.run_dir_of(env, allocation.run_id)
     if not dry_run:
         setup.make_run_dir(run_dir)
+        if local:
+            setup.alone(run_dir)
     layout = setup.place_ranks(allocation, wishes, run_dir)
     if dry_run:
         job = setup.make_job(

@@ -26,6 +26,7 @@ class ResilError(Exception):
     Attributes:
         exit_code: Exit status of a command that ends with this error.
         retryable: Whether the same call may succeed later without any change.
+        told: Whether it was written as JSON already.
     """
 
     exit_code: ClassVar[int] = EXIT_FAILED
@@ -36,6 +37,7 @@ class ResilError(Exception):
         self.message = message
         self.mend = mend
         self.context = context
+        self.told = False
 
     def __str__(self) -> str:
         tail = "".join(f" [{key}: {value}]" for key, value in self.context.items() if str(value) not in self.message)
@@ -85,6 +87,12 @@ class NotPermittedError(ResilError):
     """The service answered that this user may not do this."""
 
     exit_code = EXIT_NOT_PERMITTED
+
+
+class NoSuchJobError(NotPermittedError):
+    """Slurm has no such job, or none any more."""
+
+    exit_code = EXIT_USAGE
 
 
 class TryAgainError(ResilError):

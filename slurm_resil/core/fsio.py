@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.rmtree import rmtree_at as rmtree_at
@@ -68,9 +70,11 @@ def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
 
     Raises:
         FileNotFoundError: There is none.
-        DataError: It is not JSON, or larger than ``limit_bytes``.
+        DataError: It cannot be opened as a file of its own (no permission, a link, a pipe), is not JSON, or is larger
+            than ``limit_bytes``.
+        OSError: The file system failed.
     """
-    with open(path, "rb") as file:
+    with _open_plain(path) as file:
         data = file.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise DataError(f"{path} is larger than {limit_bytes} bytes", path=path)
@@ -78,6 +82,23 @@ def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
         return json.loads(data)
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}", path=path) from error
+
+
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+
+
+def _open_plain(path: StrPath) -> BinaryIO:
+    """Open for reading what is a file, without following a link and without waiting for a pipe's other end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            raise DataError(f"cannot read {path}: {error.strerror}", path=path, fault="unreadable") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DataError(f"cannot read {path}: it is no file", path=path, fault="unreadable")
+    return open(fd, "rb")
 
 
 @contextlib.contextmanager

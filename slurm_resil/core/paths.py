@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 
 _ITERATION = re.compile(r"^ckpt-(\d{10})\.json$")
 _MANIFEST = re.compile(r"^(\d{10})-(\d{6})\.json$")
@@ -93,6 +94,14 @@ def control(job: str) -> str:
 def agent_socket(job: str) -> str:
     """Unix socket of the agent. A Unix socket's path is limited to 107 bytes; callers check it."""
     return os.path.join(job, "agent.sock")
+
+
+RUN_ID_BYTES = 200  # of a file's name, which has 255
+
+
+def local_job(prefix_root: str, run_id: str) -> int:
+    """Number that stands for a job outside Slurm: the same for every start of a run, and for no other run."""
+    return zlib.crc32(f"{os.path.abspath(prefix_root)}\0{run_id}".encode()) + 1
 
 
 def run_dir(prefix_root: str, run_id: str) -> str:

@@ -82,6 +82,10 @@ class Drains:
             return [m.TellDurable(iteration=event.iteration, seconds=event.duration_s), done]
         if self._cancelled:
             return [m.Report(event="drain_cancelled", fields={"iteration": event.iteration, "seconds": seconds})]
+        if self.sealed > event.iteration:
+            # saves are faster than a drain begins: its slot may have been taken for a newer one, which goes next
+            fields = {"iteration": event.iteration, "words": event.words, "newest": self.sealed}
+            return [m.Report(event="drain_overtaken", fields=fields)]
         self._failures[event.iteration] = self._failures.get(event.iteration, 0) + 1
         self._next = now + self._retry_s
         fields = {"iteration": event.iteration, "words": event.words}

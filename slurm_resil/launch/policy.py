@@ -96,6 +96,7 @@ class Policy:
         self.ranks_up = False
         self.budget = RestartBudget(bound=rules.max_restarts)
         self.exit = (0, "")
+        self.unsaved: tuple[int, str] | None = None  # the newest save, if it failed
         # the stop
         self.kinds: set[NoticeKind] = set()
         self.given: float | None = None  # deadline that somebody named
@@ -129,8 +130,11 @@ class Policy:
                 actions = self._restored(event)
             case m.SealedAll():
                 self.drains.sealed = max(self.drains.sealed, event.iteration)
+                if self.unsaved and event.iteration >= self.unsaved[0]:
+                    self.unsaved = None
                 actions = [_report("sealed", iteration=event.iteration)]
             case m.SaveFailed():
+                self.unsaved = (event.iteration, event.why)
                 actions = [_report("save_failed", iteration=event.iteration, why=event.why)]
             case m.RestoreFailed():
                 actions = [_report("restore_failed", why=event.why)]
@@ -383,6 +387,10 @@ class Policy:
         if self.drains.sealed > self.drains.durable:
             last = self.drains.sealed
             words += f"; the checkpoint of iteration {last} could not be drained and is in the burst buffer only"
+            code = code or EXIT_FAILED
+        if self.unsaved:
+            last = self.drains.newest
+            words += f"; nothing was saved after iteration {last}: {self.unsaved[1]}"
             code = code or EXIT_FAILED
         return self._finish(code, words, done=self.exit[0] == 0 and code == 0)
 

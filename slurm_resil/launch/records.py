@@ -96,7 +96,7 @@ def history(run_dir: str, attempt: int) -> list[AttemptRecord]:
     """What the attempts before this one started from, oldest first; one without a readable record gained nothing."""
     try:
         names = os.listdir(os.path.join(run_dir, "attempts"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     numbers = sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
     found = []

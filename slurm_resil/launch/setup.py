@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import os
 import socket
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
 from slurm_resil.core import config, fsio, paths
-from slurm_resil.core.errors import ConfigError, ResilError, UsageError
+from slurm_resil.core.errors import ConfigError, DataError, ResilError, TryAgainError, UsageError
+from slurm_resil.core.log import event
 from slurm_resil.core.model import RunInfo
 from slurm_resil.core.settings import Settings
 from slurm_resil.launch import layout as places
@@ -21,6 +24,8 @@ from slurm_resil.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurm_resil.launch.commands import Job, check_srun_args, layout_variable
 from slurm_resil.launch.layout import Layout
 from slurm_resil.launch.policy import Rules
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +115,9 @@ def local_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
     """This host as the only node; the attempts of a named run are counted by their records."""
     run_id = wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or f"local-{os.getpid()}"
     node = socket.gethostname()
-    before = records.history(paths.run_dir(prefix_root(env), run_id), sys.maxsize)
+    before = records.history(run_dir_of(env, run_id), sys.maxsize)
     attempt = before[-1].attempt + 1 if before else 0
-    job_id = zlib.crc32(run_id.encode()) + 1  # as a rank outside Slurm makes it
+    job_id = paths.local_job(prefix_root(env), run_id)
     return Allocation(job_id=job_id, run_id=run_id, attempt=attempt, nodes=(node,), ranks_per_node=1, here=node)
 
 
@@ -148,9 +153,30 @@ def run_dir_of(env: Mapping[str, str], run_id: str) -> str:
     Raises:
         ConfigError: That is no name for a run.
     """
-    if "/" in run_id or run_id in ("", ".", ".."):
-        raise ConfigError(f"{run_id!r} cannot name a run, as in --run-id llama-3", key="SLURM_RESIL_RUN_ID")
+    if "/" in run_id or run_id in ("", ".", "..") or len(run_id.encode()) > paths.RUN_ID_BYTES:
+        short = run_id if len(run_id) <= 60 else f"{run_id[:60]}..."
+        raise ConfigError(f"{short!r} cannot name a run, as in --run-id llama-3", key="SLURM_RESIL_RUN_ID")
     return paths.run_dir(prefix_root(env), run_id)
+
+
+def alone(run_dir: str) -> int:
+    """Lock a run of this host for as long as this process lives; returns the descriptor.
+
+    In Slurm a job id is given once, and a lock that a dead host's file system still holds must keep nobody waiting.
+
+    Raises:
+        TryAgainError: Another launcher has it.
+    """
+    fd = os.open(os.path.join(run_dir, "launcher.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        words = f"another launcher is at the run in {run_dir}"
+        raise TryAgainError(words, mend="wait for its end, or give this run another --run-id") from error
+    except OSError:
+        pass  # no locks here
+    return fd
 
 
 def make_run_dir(path: str) -> None:
@@ -192,9 +218,15 @@ def place_ranks(allocation: Allocation, wishes: Wishes, run_dir: str) -> Layout:
 
     Raises:
         UsageError: There are not so many nodes.
-        DataError: The layout of the attempt before cannot be read.
     """
-    before = places.load(run_dir)
+    try:
+        before = places.load(run_dir)
+    except DataError as error:
+        # ranks get new places, and are restored from wherever their shards are
+        event(log, "layout_set_aside", level=logging.ERROR, why=str(error))
+        with contextlib.suppress(OSError):
+            os.replace(paths.layout(run_dir), f"{paths.layout(run_dir)}.bad")
+        before = None
     count = wishes.nodes or len(allocation.nodes)
     nodes = places.assign(before.nodes if before else (), allocation.nodes, count)
     per_node = wishes.ranks_per_node or allocation.ranks_per_node

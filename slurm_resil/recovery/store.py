@@ -8,6 +8,9 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
+
+from slurm_resil.core.errors import DataError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS incidents (
@@ -52,15 +55,32 @@ class Incident:
 
 
 class Store:
-    """The engine's database; safe for use by several threads."""
+    """The engine's database; safe for use by several threads.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: File.
+        readonly: Only to look.
+
+    Raises:
+        DataError: It is something else, or damaged.
+    """
+
+    def __init__(self, path: str, *, readonly: bool = False) -> None:
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
-            self._db.execute(f"PRAGMA {pragma}")
-        self._db.executescript(_SCHEMA)
+        try:
+            # reading makes no tables and no files
+            source = f"file:{quote(path)}?mode=ro" if readonly else path
+            self._db = sqlite3.connect(source, uri=readonly, check_same_thread=False, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA busy_timeout=5000")
+            if readonly:
+                self._db.execute("SELECT 1 FROM incidents, registered, audit LIMIT 1")
+            else:
+                for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+                    self._db.execute(f"PRAGMA {pragma}")
+                self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise DataError(f"{path} is no database of the engine: {error}", path=path) from error
 
     def close(self) -> None:
         """Close the database."""

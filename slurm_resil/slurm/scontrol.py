@@ -12,17 +12,17 @@ import signal
 import subprocess
 from collections.abc import Iterable, Mapping
 
-from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
+from slurm_resil.core.errors import ConfigError, NoSuchJobError, NotPermittedError, ServiceError
 from slurm_resil.slurm.job import FORMAT, JobRecord, nodes_of, read_job
 
 TIMEOUT_S = 20.0
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
 _NODE_TEXT = re.compile(r"\s(Reason|Comment|Extra)=(.*)", re.DOTALL)
+_MEND = "`scontrol ping` says whether slurmctld runs, SLURM_CONF where slurm.conf is"
 _REFUSED = (
     "access/permission denied",
     "invalid user id",
     "requested operation is presently disabled",
-    "invalid job id",
     "batch job",
     "only batch jobs",
 )
@@ -69,6 +69,10 @@ class Commands:
         program = shutil.which(argv[0], path=self._env.get("PATH", os.defpath))
         if program is None:
             raise ConfigError(f"{argv[0]} is not found", mend="put Slurm's commands on PATH")
+        conf = self._env.get("SLURM_CONF")
+        if conf and not os.path.exists(conf):
+            # Slurm's commands would look for it, and for a server of configurations, for a long time
+            raise ConfigError(f"SLURM_CONF={conf} does not exist", mend="name slurm.conf, or unset it")
         self.count += 1
         # Slurm's kill sends SIGTERM to every process of the batch step, and the update that follows a requeue must go
         # on: the command inherits the mask of this thread
@@ -85,15 +89,17 @@ class Commands:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s") from error
+            raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s", mend=_MEND) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # squeue leaves out a column that it does not know, and ends well
         if done.returncode != 0 or "Invalid job format specification" in done.stderr:
             words = (done.stderr or done.stdout).strip() or f"{argv[0]} ended with code {done.returncode}"
+            if "invalid job id" in words.lower():
+                raise NoSuchJobError(f"Slurm knows no such job, or not any more: {words}", mend="squeue lists the jobs")
             if any(text in words.lower() for text in _REFUSED):
                 raise NotPermittedError(words)
-            raise ServiceError(words)
+            raise ServiceError(words, mend=_MEND)
         return done.stdout
 
     def show(self, kind: str, name: str) -> dict[str, str]:

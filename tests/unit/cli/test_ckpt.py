@@ -50,6 +50,9 @@ def test_ls_of_one_tier_and_of_nothing(world, tmp_path):
     done = ckpt("ls", "--json", "--run-dir", world.run_dir)
     assert [one["iteration"] for one in json.loads(done.stdout)["checkpoints"]] == [10]
     done = ckpt("ls", "--run-dir", str(tmp_path / "none"))
+    assert (done.returncode, str(tmp_path / "none") in done.stderr) == (78, True)
+    (tmp_path / "empty").mkdir()
+    done = ckpt("ls", "--run-dir", str(tmp_path / "empty"))
     assert done.returncode == 0 and "no checkpoint in" in done.stdout
 
 
@@ -123,9 +126,9 @@ def test_verify_names_what_lies_in_a_damaged_block(world):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda w: os.truncate(paths.drained(w.run_dir, 10), 100), "or its file is damaged"),
-        (lambda w: os.unlink(paths.drained(w.run_dir, 10)), "or its file is damaged"),
-        (lambda w: Path(paths.drained_manifest(w.run_dir, 10)).write_text("{}"), "or its file is damaged"),
+        (lambda w: os.truncate(paths.drained(w.run_dir, 10), 100), "is truncated: 100 bytes of"),
+        (lambda w: os.unlink(paths.drained(w.run_dir, 10)), "is missing, though"),
+        (lambda w: Path(paths.drained_manifest(w.run_dir, 10)).write_text("{}"), "is not a manifest"),
         (lambda w: os.truncate(paths.slot(w.job_dir(0), 0, 0), 4200), "truncated"),
         (lambda w: os.unlink(paths.slot(w.job_dir(0), 0, 0)), "is missing"),
         (lambda w: Path(paths.manifest(w.job_dir(0), 10, 0)).write_text("{"), "not valid JSON"),

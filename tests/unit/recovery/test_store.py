@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurm_resil.core.errors import DataError
 from slurm_resil.recovery.store import Store
 
 
@@ -127,5 +127,24 @@ def test_many_ask_at_once_and_one_is_new(store: Store) -> None:
 
 def test_a_damaged_database_is_not_taken_for_an_empty_one(path: str) -> None:
     Path(path).write_bytes(b"not a database" * 100)
-    with pytest.raises(sqlite3.DatabaseError):
-        Store(path)
+    for readonly in (False, True):
+        with pytest.raises(DataError, match=path):
+            Store(path, readonly=readonly)
+
+
+def test_looking_writes_nothing(path: str) -> None:
+    Path(path).touch()
+    with pytest.raises(DataError):
+        Store(path, readonly=True)
+    assert Path(path).stat().st_size == 0
+    Path(path).unlink()
+    store = Store(path)
+    looking = Store(path, readonly=True)
+    assert looking.incidents() == []
+    store.register(7, 1001, ("n1",))
+    assert looking.registered() == {7: (1001, ("n1",))}
+    store.close()
+    looking.close()
+    again = Store(path, readonly=True)
+    assert again.registered()
+    again.close()
