@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _ENDED = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-]+): (?P<how>.+?)\s*$")
@@ -27,6 +27,8 @@ _SIGNALS = {
     for number in signal.valid_signals()
     if (text := signal.strsignal(number) or "") and not text.startswith("Real-time")
 }
+
+_KILLING = re.compile(r"srun: (?:error: )?(?:\w+: )?(?:Job step aborted|(?:Force )?Terminat(?:ing|ed) StepId)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +103,12 @@ def judge(lines: Iterable[str], returncode: int) -> Verdict:
         return Verdict(code=0, words="all ranks ended well")
     code = 128 - returncode if returncode < 0 else returncode
     lines = list(lines)
-    for line in lines:
-        if end := parse_line(line):
-            how = f"was killed by {_name(end.signal)}" if end.signal else f"exited with code {end.code}"
-            if end.how.startswith("Out Of Memory"):
-                how = "was killed: out of memory"
-            words = f"task {end.task} on {end.node} {how}"
-            return Verdict(code=end.code, task=end.task, node=end.node, signal=end.signal, words=words)
+    if end := _culprit(lines):
+        how = f"was killed by {_name(end.signal)}" if end.signal else f"exited with code {end.code}"
+        if end.how.startswith("Out Of Memory"):
+            how = "was killed: out of memory"
+        words = f"task {end.task} on {end.node} {how}"
+        return Verdict(code=end.code, task=end.task, node=end.node, signal=end.signal, words=words)
     for line in lines:
         if failure := _NODE_FAILURE.match(line):
             node = failure["node"]
@@ -118,6 +119,18 @@ def judge(lines: Iterable[str], returncode: int) -> Verdict:
     if returncode < 0:
         return Verdict(code=code, signal=-returncode, words=f"srun was killed by {_name(-returncode)}")
     return Verdict(code=code, words=f"srun ended with code {code}")
+
+
+def _culprit(lines: Sequence[str]) -> TaskEnd | None:
+    """Who began it: what srun reports once it has begun to kill is a consequence.
+
+    Ranks that lose a peer end within the same second, in any order, and with Python's 1: an end of another kind is the
+    cause.
+    """
+    killing = next((i for i, line in enumerate(lines) if _KILLING.match(line)), len(lines))
+    before = [end for line in lines[:killing] if (end := parse_line(line))]
+    ends = before or [end for line in lines if (end := parse_line(line))]
+    return next((end for end in ends if end.code != 1), ends[0] if ends else None)
 
 
 def _name(number: int | None) -> str:

@@ -34,6 +34,17 @@ def test_the_first_one_is_the_culprit_not_those_that_srun_killed():
     assert judge(lines, 137).code == 7
 
 
+def test_ranks_that_lost_a_peer_are_not_the_culprit_whoever_is_reported_first():
+    lines = [
+        "srun: error: n1: tasks 0-1: Exited with exit code 1",
+        "srun: error: n2: task 2: Exited with exit code 1",
+        "srun: error: n2: task 3: Exited with exit code 7",
+        "srun: error: n3: tasks 4-5: Exited with exit code 1",
+    ]
+    assert (judge(lines, 1).task, judge(lines, 1).code) == (3, 7)
+    assert judge(lines[:2], 1).task == 0
+
+
 def test_a_tasks_own_line_is_not_taken_for_sruns():
     # srun -l labels what tasks write
     verdict = judge(["0: srun: error: n9: task 5: Exited with exit code 99"], 3)
