@@ -73,7 +73,7 @@ class Desk:
         self._job_dir, self._run_id, self._store, self._tell, self._later = job_dir, run_id, store, tell, later
         self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots)) for rank in ranks}
         self.cycle = -1
-        self.sealed_all = 0
+        self.sealed_all = self._restored = 0
         self._given_up: set[int] = set()
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
@@ -82,7 +82,7 @@ class Desk:
     def begin(self, cycle: int) -> None:
         """Begin a cycle: the ranks of the one before are gone."""
         self.cycle = cycle
-        self.sealed_all = 0
+        self.sealed_all = self._restored = 0
         self._given_up.clear()
         for rank in self.ranks.values():
             rank.outcome, rank.lease, rank.left = None, None, False
@@ -140,7 +140,11 @@ class Desk:
             event(log, "not_quarantined", level=logging.ERROR, iteration=iteration, rank=owner, why=str(error))
 
     def continue_from(self, iteration: int) -> None:
-        """Training goes on from an iteration: newer shards are of another past, and must not mix with what comes."""
+        """Training goes on from an iteration: newer shards are of another past, and must not mix with what comes.
+
+        Older ones have had their day: every rank has loaded this one, from here or from the drained file.
+        """
+        self._restored = iteration
         for rank in self.ranks.values():
             for newer in rank.slots.discard_above(iteration):
                 event(log, "discarded", iteration=newer, rank=rank.rank, above=iteration)
@@ -210,7 +214,7 @@ class Desk:
                 rank.send(p.NoSlot(iteration=lease.iteration, reason=reason))
 
     def _expendable(self, iteration: int) -> bool:
-        return iteration < self.sealed_all or iteration in self._given_up
+        return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up
 
     # seals
 

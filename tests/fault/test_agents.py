@@ -385,6 +385,26 @@ def test_a_lost_burst_buffer_is_restored_from_the_drained_file(nodes: Nodes, tmp
         again.close()
 
 
+def test_saves_go_on_after_the_loss_of_a_node_though_no_iteration_is_everywhere(nodes: Nodes, tmp_path: Path) -> None:
+    """All slots of the nodes that stayed are full, and nothing in them is on the new one."""
+    import shutil
+
+    nodes.start(iterations=60, pace_s=0.02, every=20)
+    assert nodes.wait_ranks() == [0] * 4
+    nodes.event("SealedAll", count=3)
+    nodes.close()
+    drain(nodes, 60)
+    shutil.rmtree(nodes.job_dir(1))
+    again = Nodes(tmp_path, attempt=1)
+    try:
+        again.start(iterations=140, pace_s=0.02, every=20)
+        assert again.event("Restored")["iteration"] == 60
+        assert again.wait_ranks() == [0] * 4
+        assert [again.event("SealedAll", count=number)["iteration"] for number in (1, 2, 3, 4)] == [80, 100, 120, 140]
+    finally:
+        again.close()
+
+
 def drain(nodes: Nodes, iteration: int) -> None:
     """What a mover would have left, in the way of raw.py."""
     from slurm_resil.format.manifest import ShardManifest
