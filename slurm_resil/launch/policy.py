@@ -96,6 +96,7 @@ class Policy:
         self.ranks_up = False
         self.budget = RestartBudget(bound=rules.max_restarts)
         self.exit = (0, "")
+        self.restored = 0
         self.unsaved: tuple[int, str] | None = None  # the newest save, if it failed
         # the stop
         self.kinds: set[NoticeKind] = set()
@@ -173,6 +174,7 @@ class Policy:
     def _restored(self, event: m.Restored) -> list[m.Action]:
         # more than what is durable: the attempt before had no time to drain it
         self.drains.sealed, self.drains.durable = event.iteration, event.durable
+        self.restored = event.iteration
         actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
@@ -391,7 +393,8 @@ class Policy:
         if self.unsaved:
             last = self.drains.newest
             words += f"; nothing was saved after iteration {last}: {self.unsaved[1]}"
-            code = code or EXIT_FAILED
+            if last <= self.restored:  # not one that was skipped: none at all
+                code = code or EXIT_FAILED
         return self._finish(code, words, done=self.exit[0] == 0 and code == 0)
 
     def _finish(self, code: int, words: str, *, done: bool = False) -> list[m.Action]:

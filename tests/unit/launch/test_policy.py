@@ -196,6 +196,31 @@ def test_sigterm_and_preemption_together_still_continue():
     assert isinstance(b.drained(5)[-1], m.Continue)
 
 
+@pytest.mark.parametrize(("sealed", "code"), [([], 1), ([10], 0), ([30], 0)])
+def test_a_training_that_could_save_nothing_does_not_end_well(sealed, code):
+    b = Bench()
+    for iteration in (10, 20, 30):
+        if iteration in sealed:
+            b.on(m.SealedAll(iteration=iteration))
+            b.drained(iteration)
+        else:
+            b.on(m.SaveFailed(iteration=iteration, why="rank 0: no room"))
+    (finish,) = b.on(m.RanksEnded(verdict=OK))
+    assert finish.code == code
+    assert ("no room" in finish.words) is (sealed != [30])
+
+
+def test_a_drain_that_newer_saves_have_overtaken_is_no_failure():
+    b = Bench()
+    b.on(m.SealedAll(iteration=10))
+    b.on(m.SealedAll(iteration=20))
+    assert m.Drain(iteration=20, capped=True) in b.drained(10, ok=False) + b.tick(5)  # its slot was taken meanwhile
+    for _ in range(3):  # the newest one is given up after its tries, and is not tried for ever
+        b.drained(20, ok=False)
+        b.tick(5)
+    assert b.policy.drains.moving is None
+
+
 def test_node_loss_is_confirmed_then_continued_without_the_node():
     b = Bench()
     b.on(m.SealedAll(iteration=40))
