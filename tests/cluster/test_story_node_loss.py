@@ -70,6 +70,7 @@ def test_node_loss(story: Story, references: References, how: str) -> None:
     assert len(job.starts) == 2
     assert job.starts[1] > 0
     assert job.lost(1) > 0
+    assert story.durable(job)[-1] == 120  # saves went on after it
     assert_identical(job, reference)
     assert_nobody_gathered(job)
 
