@@ -78,7 +78,14 @@ static int take(int index, const char *value, int remote)
 	if (!value || !value[0] || !strcmp(value, "(null)"))
 		value = index == RESIL ? "on" : "";
 	if (!option->valid(value)) {
-		slurm_error("slurm_resil: %.200s is not valid here, write it as in %s", value, option->example);
+		char shown[200];
+
+		/* whoever wrote it must not write lines of the log */
+		snprintf(shown, sizeof(shown), "%s", value);
+		for (char *at = shown; *at; at++)
+			if (!isprint((unsigned char)*at))
+				*at = '?';
+		slurm_error("slurm_resil: %s is not valid here, write it as in %s", shown, option->example);
 		return -1;
 	}
 	length = snprintf(option->value, sizeof(option->value), "%s", value);

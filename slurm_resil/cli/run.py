@@ -17,8 +17,10 @@ from slurm_resil.launch.cluster import Cluster
 from slurm_resil.launch.deadline import DeadlineWatch
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.starters import LocalStarter, SrunStarter, Starter
-from slurm_resil.launch.supervise import Supervisor, newest_durable
+from slurm_resil.launch.supervise import Supervisor, newest_durable, say
 from slurm_resil.recovery.client import EngineClient
+
+DONE_S = 300.0  # a start of the same job so soon after a good end is not a person's wish
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -80,6 +82,9 @@ def run(
         setup.make_run_dir(run_dir)
         if local:
             setup.alone(run_dir)
+        if not local and allocation.attempt and records.complete(run_dir, allocation.job_id, within_s=DONE_S):
+            say("the training was complete a moment ago, and Slurm started the job again: nothing is left to do")
+            return
     layout = setup.place_ranks(allocation, wishes, run_dir)
     if dry_run:
         job = setup.make_job(

@@ -218,8 +218,7 @@ def _foreign(path: str) -> bool:
 def _write(path: str, file: Rendered) -> None:
     try:
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        fsio.write_atomic(path, file.text.encode())
-        os.chmod(path, file.mode)
+        fsio.write_atomic(path, file.text.encode(), mode=file.mode)
     except OSError as error:
         raise NotPermittedError(
             f"cannot write {path}: {error.strerror}", mend="be root, or name another place"

@@ -318,7 +318,15 @@ class Server:
             channel = Channel(sock, b"", server=True, peer_uid=-1, peer=f"{peer[0]}:{peer[1]}")
             with self._lock:
                 self._open.add(channel)
-            threading.Thread(target=self._serve, args=(channel,), name=f"{self._name} {peer[0]}", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(channel,), name=f"{self._name} {peer[0]}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: there may be again
+                event(log, "connection_refused", level=logging.ERROR, peer=peer[0], why=str(error))
+                channel.close()
+                with self._lock:
+                    self._open.discard(channel)
+                self._closing.wait(0.05)
 
     def _serve(self, channel: Channel) -> None:
         try:

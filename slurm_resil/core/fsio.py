@@ -43,6 +43,7 @@ def write_atomic(path: StrPath, data: bytes, *, mode: int = 0o644, sync: bool = 
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
+            os.fchmod(fd, mode)  # whatever the umask
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -40,6 +41,10 @@ def prolog(env: dict[str, str], config: dict[str, object]) -> None:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # a user has filled it: Slurm would drain the node and hold the next user's job for that
+            base.note(config, "no_room", job=job, why=error.strerror)
+            return
         raise base.HookError(f"cannot make {config['bb_root']}/{name}: {error.strerror}") from error
     finally:
         os.close(root)

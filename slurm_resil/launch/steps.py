@@ -37,6 +37,10 @@ class Step(Protocol):
         """Have it end by SIGKILL; returns at once."""
         ...
 
+    def abandon(self) -> None:
+        """End what runs here, and leave what runs elsewhere to Slurm."""
+        ...
+
     def wait(self, timeout_s: float) -> int | None:
         """Wait for the end; its exit code as from subprocess, None if it still runs."""
         ...
@@ -115,6 +119,11 @@ class Process:
     def kill(self) -> None:
         """See Step. Of an srun: by Slurm, then by an interrupt (srun kills the step itself), then without the step."""
         threading.Thread(target=self._kill, name="kill", daemon=True).start()
+
+    def abandon(self) -> None:
+        """See Step. An srun that lived on would kill its step by number, and the next attempt's have the same."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself, if it is still there."""
@@ -203,6 +212,10 @@ class Ranks:
         """See Step."""
         self._process.kill()
 
+    def abandon(self) -> None:
+        """See Step."""
+        self._process.abandon()
+
     def wait(self, timeout_s: float) -> int | None:
         """See Step."""
         return self._process.wait(timeout_s)
@@ -249,6 +262,11 @@ class LocalRanks:
         self._killed = True
         for process in self._processes:
             process.kill()
+
+    def abandon(self) -> None:
+        """See Step."""
+        for process in self._processes:
+            process.abandon()
 
     def wait(self, timeout_s: float) -> int | None:
         """See Step."""

@@ -392,7 +392,7 @@ class Supervisor:
     def _finish(self, action: m.Finish) -> None:
         self._leader.goodbye()
         for step in (self._ranks, self._mover):
-            if step is not None and step.running:
+            if step is not None and step.running and not self._policy.handed_over:
                 step.kill()
         if action.done:
             with contextlib.suppress(ResilError, OSError):
@@ -400,7 +400,11 @@ class Supervisor:
                     nodes = self._job.layout.nodes
                     self._starter.mark(nodes, paths.continues(self._job.job_dir), "")
         if self._policy.handed_over:
-            self._code = action.code  # Slurm is killing everything as it is
+            # Slurm is killing everything as it is; only our own ends of it could outlive that
+            for step in (*self._agents, self._ranks, self._mover):
+                if step is not None:
+                    step.abandon()
+            self._code = action.code
             return
         limit = time.monotonic() + GOODBYE_S
         for step in [step for step in (*self._agents, self._ranks, self._mover) if step is not None]:

@@ -10,6 +10,7 @@ waits two minutes unless it is held, given a start time and released.
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,7 +19,7 @@ from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError
 from slurm_resil.recovery import policy
 from slurm_resil.recovery.store import Incident, Store
 from slurm_resil.slurm.job import JobRecord, nodes_of
-from slurm_resil.slurm.ping import reachable
+from slurm_resil.slurm.ping import gone
 from slurm_resil.slurm.scontrol import Commands, fields
 
 POLL_S = 0.2
@@ -33,7 +34,7 @@ OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMOR
 
 
 def dead(slurm: Commands, name: str) -> bool:
-    """Whether Slurm calls a node dead, or its slurmd does not answer.
+    """Whether Slurm calls a node dead, or its slurmd is gone, or the whole host.
 
     Raises:
         ServiceError: That cannot be told.
@@ -41,7 +42,7 @@ def dead(slurm: Commands, name: str) -> bool:
     record = slurm.show("node", name)
     if policy.silent(record):
         return True
-    return not reachable(*slurm.slurmds([name])[name])
+    return gone(*slurm.slurmds([name])[name])
 
 
 class Continuation:
@@ -69,6 +70,8 @@ class Continuation:
             ResilError: It cannot be done; the job is as it is, and the words are for a person.
         """
         record = self._slurm.job(self._incident.job)
+        if record.uid != self._incident.uid:
+            return "the job id belongs to another user now: left alone"
         if self._settled(record):
             self._clear_guard()
             return self._settled(record)
@@ -97,8 +100,8 @@ class Continuation:
         try:
             self._act("update", f"JobId={self._job}", *changes, "StartTime=now")
         finally:
-            # whatever else went wrong, it must not stay held for ever
-            self._act("release", self._job)
+            # whatever else went wrong
+            self._release()
         if not wanted:
             return "released; it starts when there are nodes"
         found = self._wait(("RUNNING",), RUNNING_S)
@@ -118,17 +121,30 @@ class Continuation:
                 undo()
             except NotPermittedError:
                 pass  # the job is gone, or not ours to touch
-            except ResilError:
+            except (ResilError, OSError, sqlite3.Error):
                 clean = False
         return clean
 
     def _let_go(self) -> None:
         if self._slurm.job(self._incident.job).held and self._held_by_us():
-            self._act("release", self._job)
+            self._release()
+
+    def _release(self) -> None:
+        """Release the job, also where it can no longer be written down: it must not stay held for ever."""
+        line = None
+        with contextlib.suppress(sqlite3.Error):
+            line = self._store.audit(self._incident.id, f"release {self._job}", "begun")
+        faults.point("engine.begun")
+        self._slurm.run("scontrol", "release", self._job)
+        faults.point("engine.acted")
+        if line is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._store.finish(line, "done")
 
     # -- parts
 
     def _act(self, *argv: str) -> None:
+        """Write an action down, do it, and write down how it went; one that cannot be written down is not begun."""
         line = self._store.audit(self._incident.id, " ".join(argv), "begun")
         faults.point("engine.begun")
         try:
@@ -173,6 +189,9 @@ class Continuation:
         elif record.state == "PENDING" and not record.held:
             self._act("hold", self._job)
         for name in bad:
+            if policy.foreign(self._slurm.show("node", name)):
+                self._store.audit(self._incident.id, f"down {name}", "left alone: somebody else has it by now")
+                continue
             reason = f"Reason={policy.REASON} job {self._job}, {self._incident.reason}"
             self._act("update", f"NodeName={name}", "State=DOWN", reason)
 

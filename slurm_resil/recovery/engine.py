@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sqlite3
 import threading
 import time
 from typing import Any
@@ -29,6 +30,7 @@ from slurm_resil.slurm.job import JobRecord
 from slurm_resil.slurm.scontrol import Commands
 
 REQUEST_S = 10.0
+MAX_LOGGED = 500  # characters of what somebody asked
 SWEEP_S = 3.0
 RETRY_S = 10.0
 TRIES = 3  # of one incident; while Slurm does not answer there are more, it may be a long outage
@@ -90,7 +92,15 @@ class Engine:
             else:
                 raise NotPermittedError(f"{request.get('ask')!r} cannot be asked")
         except ResilError as error:
-            event(log, "refused", level=logging.WARNING, uid=channel.peer_uid, request=request, why=error.message)
+            asked = repr(request)[:MAX_LOGGED]
+            event(
+                log,
+                "refused",
+                level=logging.WARNING,
+                uid=channel.peer_uid,
+                request=asked,
+                why=error.message[:MAX_LOGGED],
+            )
             permitted = not isinstance(error, NotPermittedError)
             answer = {"ok": False, "permitted": permitted, "words": error.message}
         try:
@@ -119,6 +129,10 @@ class Engine:
             raise NotPermittedError(f"{bad!r} is no list of nodes")
         if not isinstance(reason, str) or not _REASON.fullmatch(reason) or not isinstance(level, str):
             raise NotPermittedError(f"{reason!r} is no reason, such as node_loss")
+        if len(bad) > len(record.nodes) or len(set(bad)) < len(bad):
+            raise NotPermittedError(f"{len(bad)} bad nodes, some of them twice, of {len(record.nodes)}")
+        if record.preempted:
+            reason = "preemption"  # whatever else its owner calls it: the nodes are somebody else's
         why = policy.refuse_job(record, uid, bad)
         if why:
             raise NotPermittedError(why)
@@ -178,21 +192,37 @@ class Engine:
             if self._stop.wait(RETRY_S):
                 return
         faults.point("engine.ended")
-        self._store.end(incident.id, outcome)
+        while True:
+            try:
+                self._store.end(incident.id, outcome)
+                break
+            except sqlite3.Error as error:  # the disk is full
+                event(log, "not_written", level=logging.ERROR, incident=incident.id, why=str(error))
+                if self._stop.wait(RETRY_S):
+                    return
         event(log, "incident_ended", incident=incident.id, job=incident.job, outcome=outcome)
 
     def _sweep(self) -> None:
         """Look after registered jobs that Slurm itself has requeued: their launcher is gone."""
         while not self._stop.wait(SWEEP_S):
-            for job, (uid, nodes) in self._store.registered().items():
+            try:
+                registered = self._store.registered()
+            except sqlite3.Error as error:
+                event(log, "unknown", level=logging.ERROR, why=str(error))
+                continue
+            for job, (uid, nodes) in registered.items():
                 try:
-                    self._look(job, uid, nodes)
-                except NotPermittedError:
-                    self._store.forget(job)  # as Slurm has
+                    self._look_at(job, uid, nodes)
                 except ResilError as error:
                     event(log, "unknown", level=logging.WARNING, job=job, why=error.message)
                 except Exception:  # one job must not keep the others from being looked after
                     log.exception("sweep_crashed")
+
+    def _look_at(self, job: int, uid: int, nodes: tuple[str, ...]) -> None:
+        try:
+            self._look(job, uid, nodes)
+        except NotPermittedError:
+            self._store.forget(job)  # as Slurm has
 
     def _look(self, job: int, uid: int, nodes: tuple[str, ...]) -> None:
         record = self._slurm.job(job)

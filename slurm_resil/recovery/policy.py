@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ _HELD = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "FAIL", "FAILIN
 _HARMLESS = {"IDLE", "CLOUD", "RESERVED", "PLANNED", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_UP"}
 _TAKEN = {"ALLOCATED", "MIXED"}
 _BUSY = {*_TAKEN, "COMPLETING"}
-_SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted")
+_SLURMS_OWN = re.compile(r"(Not responding|Node unexpectedly rebooted)( \[[^\]]*\])?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def foreign(record: Mapping[str, str]) -> bool:
         return False
     if state & _HELD:
         return True
-    return "DOWN" in state and bool(reason) and not reason.startswith(_SLURMS_OWN)
+    return "DOWN" in state and bool(reason) and not _SLURMS_OWN.fullmatch(reason)
 
 
 def silent(record: Mapping[str, str]) -> bool:

@@ -88,6 +88,8 @@ class Commands:
                 timeout=TIMEOUT_S,
                 check=False,
             )
+        except OSError as error:
+            raise ServiceError(f"{argv[0]} cannot be started: {error}") from error
         except subprocess.TimeoutExpired as error:
             raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s", mend=_MEND) from error
         finally:

@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 
 from slurm_resil.launch import records
 from slurm_resil.launch.guard import AttemptRecord
@@ -43,3 +44,20 @@ def test_a_torn_record_counts_as_an_attempt_that_gained_nothing(tmp_path):
     (tmp_path / "attempts" / "0.json").write_text('{"restored": 5')
     (tmp_path / "attempts" / "notes.json").write_text("{}")
     assert records.history(str(tmp_path), 1) == [AttemptRecord(attempt=0, restored=None)]
+
+
+def test_a_start_right_after_a_good_end_has_nothing_to_do(tmp_path):
+    from slurm_resil.launch import records
+
+    run = str(tmp_path)
+    assert not records.complete(run, 7, within_s=60)
+    attempt = records.Attempt(run, 3, job_id=7, nodes=["n1"])
+    attempt.update()
+    assert not records.complete(run, 7, within_s=60)
+    now = time.time()
+    for code, job, ago, expected in ((0, 7, 5, True), (1, 7, 5, False), (0, 8, 5, False), (0, 7, 90, False)):
+        attempt = records.Attempt(run, 3, job_id=job, nodes=["n1"])
+        attempt.update(outcome={"words": "x", "code": code, "at_s": now - ago})
+        assert records.complete(run, 7, within_s=60) is expected
+    records.Attempt(run, 4, job_id=7, nodes=["n1"]).update()  # a newer one that is at work
+    assert not records.complete(run, 7, within_s=60)
