@@ -53,8 +53,7 @@ check spank make -C spank check
 ((${#failed[@]} == 0)) || echo "== FAILED so far: ${failed[*]}"
 
 # in the background, because bash acts on a signal only when its foreground process is over
-finish() { # name, pid
-    local status
+finish() { # name, pid; sets status
     while :; do
         status=0
         wait "$2" || status=$?
@@ -66,7 +65,7 @@ finish() { # name, pid
     ((status == 5)) || ran=1
 }
 
-ran=0 full_too=' and not full'
+ran=0 status=0 full_too=' and not full'
 ((!full)) || full_too=''
 
 begin() { # name of a part, its expression of markers, then arguments for pytest; sets pid
@@ -112,6 +111,7 @@ for part in "${beside[@]}"; do
     begin "$part" "$expression" --last-failed --last-failed-no-failures none "$@"
     children=("$pid")
     finish "$part" "${children[0]}"
+    ((status != 5)) || failed+=("$part") # it ended before it could say what failed
     children=()
     ((!interrupted)) || exit 130
 done
