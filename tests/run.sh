@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Installs what is missing, then checks and tests everything:
 #
-#   tests/run.sh [--full] [arguments for pytest]
+#   tests/run.sh [--full] [--serial] [arguments for pytest]
 #
+# --serial runs one part after the other, which takes longer and leaves more time to each test.
 # --full adds the long campaigns. Without it this takes under 25 minutes on two cores. Needs root on Debian 12 or 13,
 # see jobscripts/bootstrap.sh; sandboxes that a failing or interrupted test left behind are taken down at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-full=0
-if [[ ${1-} == --full ]]; then
-    full=1
+full=0 serial=0
+while [[ ${1-} == --full || ${1-} == --serial ]]; do
+    [[ $1 == --full ]] && full=1 || serial=1
     shift
-fi
+done
 
 venv=$(jobscripts/bootstrap.sh)
 python=$venv/bin/python
@@ -79,6 +80,7 @@ begin() { # name of a part, its expression of markers, then arguments for pytest
 echo '== pytest, all else; shown below'
 begin else 'not story and not alone' "$@" >"$work/else.log" 2>&1
 children=("$pid")
+((!serial)) || wait -f "$pid" || true
 echo '== pytest, training stories'
 begin stories 'story' "$@"
 children+=("$pid")

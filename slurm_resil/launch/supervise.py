@@ -35,7 +35,7 @@ TICK_S = 0.1
 WATCH_S = 1.0
 BEAT_S = 1.2
 GOODBYE_S = 5.0
-COMING_S = 15.0  # what an agent may take to join before another one is started
+COMING_S = 30.0  # what an agent may take to join before another one is started
 JOIN_GRACE_S = 3.0  # from the end of an agents' step until its silent nodes are looked at
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,8 @@ class Supervisor:
         self._mover: Step | None = None
         self._starting: tuple[float, int] | None = None
         self._present: set[str] = set()
-        self._coming: dict[str, float] = {}  # when the agent of a node was started again
+        self._coming: dict[str, Step] = {}  # the newest start of a node's agent that was not the first
+        self._late: dict[str, Step] = {}  # one that has not joined in time
         self._over = threading.Event()
         self._hurry = threading.Event()  # a stop without a deadline was heard
         self._code: int | None = None
@@ -310,16 +311,26 @@ class Supervisor:
         except OSError as error:
             say(f"WARNING: cannot write the record of this attempt: {error}")
 
-    def _start_agents(self, cycle: int, nodes: Sequence[str]) -> None:
+    def _start_agents(self, cycle: int, nodes: Sequence[str]) -> Step:
         step = self._starter.agents(cycle, nodes, lambda code, lines: self._agents_ended(nodes, code, lines))
         self._agents.append(step)
+        self._thread(lambda: self._expect(step, nodes), "agents expected")
+        return step
+
+    def _expect(self, step: Step, nodes: Sequence[str]) -> None:
+        """Thread. Whether a step of agents hangs or was killed unheard: an agent that does not join is lost."""
+        if self._over.wait(COMING_S):
+            return
+        for node in nodes:
+            if node not in self._present and step.running:
+                self._late[node] = step
+                self._inbox.put(m.NodeLost(node=node, why=f"its agent did not join in {COMING_S:g} s"))
 
     def _restart_agent(self, node: str) -> None:
-        now = time.monotonic()
-        if node in self._present or now < self._coming.get(node, -COMING_S) + COMING_S:
+        coming = self._coming.get(node)
+        if node in self._present or (coming is not None and coming.running and coming is not self._late.get(node)):
             return
-        self._coming[node] = now
-        self._start_agents(self._cycle, (node,))
+        self._coming[node] = self._start_agents(self._cycle, (node,))
 
     def _start_ranks(self, cycle: int) -> None:
         if cycle:
