@@ -80,7 +80,10 @@ begin() { # name of a part, its expression of markers, then arguments for pytest
 echo '== pytest, all else; shown below'
 begin else 'not story and not alone' "$@" >"$work/else.log" 2>&1
 children=("$pid")
-((!serial)) || wait -f "$pid" || true
+if ((serial)); then
+    wait -f "$pid" || true # its status is asked for again below
+    ((!interrupted)) || exit 130
+fi
 echo '== pytest, training stories'
 begin stories 'story' "$@"
 children+=("$pid")
