@@ -13,7 +13,7 @@ import time
 
 from slurm_resil.hooks import base
 
-LIMIT_S = 20.0
+LIMIT_S = 20.0  # for what runs as the user
 _MANIFEST = "0000000000-000000.json"
 _DURABLE = "0000000000.json"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import sys
 
 from slurm_resil.hooks import base
+
+_NO_ROOM = (28, 122)  # ENOSPC and EDQUOT of Linux
 
 
 def prolog(env: dict[str, str], config: dict[str, object]) -> None:
@@ -41,7 +42,7 @@ def prolog(env: dict[str, str], config: dict[str, object]) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _NO_ROOM:
             # a user has filled it: Slurm would drain the node and hold the next user's job for that
             base.note(config, "no_room", job=job, why=error.strerror)
             return

@@ -28,7 +28,7 @@ RUNNING_S = 120.0
 # slurmd refuses a job whose credential is not at least a second younger than the kill of its last attempt ("already
 # killed, do not launch"), and the clocks of nodes differ
 SETTLE_S = 2.5
-FREE_S = 20.0
+FREE_S = 20.0  # until nodes have registered again after a restart of slurmctld
 GUARD_MINUTES = 15
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY")
 

@@ -37,17 +37,22 @@ def knock(address: str, port: int) -> str:
         raise ServiceError(f"cannot look whether {address}:{port} answers: {error}") from error
 
 
+def _knock_twice(address: str, port: int) -> str:
+    """See :func:`knock`; a refusal is tried once more, as a daemon may be restarting."""
+    found = knock(address, port)
+    if found != REFUSES:
+        return found
+    time.sleep(AGAIN_S)
+    return knock(address, port)
+
+
 def reachable(address: str, port: int) -> bool:
-    """Whether something accepts connections there; a refusal is tried once more, as a daemon may be restarting.
+    """Whether something accepts connections there.
 
     Raises:
         ServiceError: See :func:`knock`.
     """
-    found = knock(address, port)
-    if found == REFUSES:
-        time.sleep(AGAIN_S)
-        found = knock(address, port)
-    return found == ACCEPTS
+    return _knock_twice(address, port) == ACCEPTS
 
 
 def gone(address: str, port: int) -> bool:
@@ -59,10 +64,7 @@ def gone(address: str, port: int) -> bool:
     Raises:
         ServiceError: See :func:`knock`.
     """
-    found = knock(address, port)
-    if found == REFUSES:
-        time.sleep(AGAIN_S)
-        found = knock(address, port)
+    found = _knock_twice(address, port)
     if found != SILENT:
         return found == REFUSES
     return knock(address, CLOSED_PORT) == SILENT and not _echoes(address)

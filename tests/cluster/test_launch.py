@@ -111,8 +111,7 @@ class Job:
                 self.sandbox.run(["scontrol", "update", f"JobId={self.id}", "StartTime=now"], check=False)
             return any(event["attempt"] == attempt for event in self.named("attempt_start"))
 
-        # a job that has lost a node is COMPLETING until Slurm has given that node up
-        wait_for(f"attempt {attempt}, {self.record.get('JobState')}\n{self.out}", started, 150)
+        wait_for(f"attempt {attempt}, {self.record.get('JobState')}\n{self.out}", started, 60)
 
     def starts(self, attempt: int, cycle: int = 0) -> dict[int, dict[str, Any]]:
         found = [line for line in self.lines if "start" in line]

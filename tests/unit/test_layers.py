@@ -29,7 +29,7 @@ HEAVY = {
     "pyslurm": ("slurm",),
 }
 # one level may use the other in these pairs only: see DESIGN, "the session constructs"
-HOOKS = {"errno", "argparse", "contextlib", "grp", "json", "os", "pwd", "re", "socket", "stat", "sys", "time"}
+HOOKS = {"argparse", "contextlib", "grp", "json", "os", "pwd", "re", "socket", "stat", "sys", "time"}
 
 
 def modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
