@@ -92,18 +92,21 @@ class Attempt:
         fsio.write_json(self._path, self._values)
 
 
+def _numbers(run_dir: str) -> list[int]:
+    try:
+        names = os.listdir(os.path.join(run_dir, "attempts"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+
+
 def complete(run_dir: str, job_id: int, *, within_s: float) -> bool:
     """Whether the newest attempt of a job brought its training to the end, and that a moment ago.
 
     Slurm may start a job again that has just ended well (seen on 24.11 after the loss of a node).
     """
     try:
-        names = os.listdir(os.path.join(run_dir, "attempts"))
-    except OSError:
-        return False
-    numbers = [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
-    try:
-        raw = fsio.read_json(record_path(run_dir, max(numbers, default=-1)))
+        raw = fsio.read_json(record_path(run_dir, max(_numbers(run_dir), default=-1)))
         outcome = raw["outcome"]
         return bool(raw["job_id"] == job_id and outcome["code"] == 0 and 0 <= time.time() - outcome["at_s"] < within_s)
     except (OSError, DataError, KeyError, TypeError):
@@ -112,13 +115,8 @@ def complete(run_dir: str, job_id: int, *, within_s: float) -> bool:
 
 def history(run_dir: str, attempt: int) -> list[AttemptRecord]:
     """What the attempts before this one started from, oldest first; one without a readable record gained nothing."""
-    try:
-        names = os.listdir(os.path.join(run_dir, "attempts"))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    numbers = sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
     found = []
-    for number in numbers:
+    for number in sorted(_numbers(run_dir)):
         if number >= attempt:
             continue
         raw: Any = {}
