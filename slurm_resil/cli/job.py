@@ -112,4 +112,5 @@ def checkpoint(
 @click.argument("job_id", type=click.IntRange(min=1))
 def requeue(job_id: int) -> None:
     """Have Slurm start the job again; without the two minutes' wait if its engine does it."""
-    Commands(os.environ).run("scontrol", "requeue", str(job_id))
+    slurm = Commands(os.environ)
+    slurm.run("scontrol", "requeue", slurm.job(job_id).label)

@@ -108,30 +108,33 @@ class SlurmCluster:
 
     def kill_step(self, name: str) -> None:
         """See Cluster."""
-        listing = self._slurm.run("squeue", "--steps", "--noheader", "--jobs", str(self._job_id), "--format", "%i|%j")
+        job = self.record().label
+        listing = self._slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format", "%i|%j")
         for line in listing.splitlines():
             step, _, title = line.strip().partition("|")
-            if title == name:
+            if title == name and step.startswith(f"{job}."):  # other tasks of an array have steps of the same name
                 self._slurm.run("scancel", "--signal=KILL", step)
 
     def requeue(self, *, bad_nodes: Sequence[str]) -> str:
         """See Cluster."""
-        self._slurm.run("scontrol", "requeue", str(self._job_id))
+        job = self.record().label
+        self._slurm.run("scontrol", "requeue", job)
         if not bad_nodes:
             return "Slurm requeued the job; it starts again in about two minutes, unless the site says otherwise"
         names = ",".join(bad_nodes)
         try:
             # now that it is pending its owner may change this; the nodes it had are given back meanwhile
-            self._slurm.run("scontrol", "update", f"JobId={self._job_id}", f"ExcNodeList={names}")
+            self._slurm.run("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
         except (ServiceError, NotPermittedError) as error:
             return f"Slurm requeued the job, but would not exclude {names}: {error.message}"
         return f"Slurm requeued the job without {names}; it starts again in about two minutes"
 
     def hold(self, reason: str) -> str:
         """See Cluster."""
-        self._slurm.run("scontrol", "requeuehold", str(self._job_id))
-        self._slurm.run("scontrol", "update", f"JobId={self._job_id}", f"Comment=resil: {reason}")
-        return f"the job is held: {reason}; release it with: scontrol release {self._job_id}"
+        job = self.record().label
+        self._slurm.run("scontrol", "requeuehold", job)
+        self._slurm.run("scontrol", "update", f"JobId={job}", f"Comment=resil: {reason}")
+        return f"the job is held: {reason}; release it with: scontrol release {job}"
 
     def _find(self, nodes: Sequence[str]) -> Mapping[str, tuple[str, int]]:
         if not all(node in self._where for node in nodes):

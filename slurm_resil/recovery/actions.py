@@ -70,6 +70,7 @@ class Continuation:
             ResilError: It cannot be done; the job is as it is, and the words are for a person.
         """
         record = self._slurm.job(self._incident.job)
+        self._job = record.label
         if record.uid != self._incident.uid:
             return "the job id belongs to another user now: left alone"
         if self._settled(record):
@@ -126,7 +127,9 @@ class Continuation:
         return clean
 
     def _let_go(self) -> None:
-        if self._slurm.job(self._incident.job).held and self._held_by_us():
+        record = self._slurm.job(self._incident.job)
+        self._job = record.label
+        if record.held and self._held_by_us():
             self._release()
 
     def _release(self) -> None:

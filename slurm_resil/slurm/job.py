@@ -19,6 +19,8 @@ from slurm_resil.core.model import EndTime, JobTimes
 # all of them are in squeue of 22.05 to 26.05; a size of 0, from ":|", means that nothing is cut off
 COLUMNS = (
     ("JobID", r"[0-9]+"),
+    ("ArrayJobID", r"[0-9]+"),
+    ("ArrayTaskID", r"[^|]*"),  # a number, a set of them while they wait together, or N/A
     ("UserID", r"[0-9]+"),
     ("State", r"[A-Z_]+"),
     ("RestartCnt", r"[0-9]+"),
@@ -44,6 +46,8 @@ class JobRecord:
 
     Attributes:
         id: Job id.
+        label: What Slurm's commands call it: ``8_2`` for a task of an array, because the last task to start has the
+            array's own id, by which they mean all of its tasks.
         uid: Owner.
         state: Such as ``RUNNING``.
         restarts: How often it was requeued.
@@ -58,6 +62,7 @@ class JobRecord:
     """
 
     id: int
+    label: str = ""
     uid: int
     state: str
     restarts: int
@@ -69,6 +74,10 @@ class JobRecord:
     partition: str = ""
     timed_out: bool = False
     times: JobTimes = JobTimes()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", str(self.id))
 
     @property
     def preempted(self) -> bool:
@@ -136,11 +145,14 @@ def read_job(text: str, job_id: int) -> JobRecord:
     found = [row.groups() for row in rows if row is not None and int(row[1]) == job_id]
     if len(found) != 1:
         raise ServiceError(f"squeue knows {len(found)} jobs {job_id}", job=job_id)
-    _, uid, state, restarts, requeue, batch, priority, used, limit, *times, partition, nodes, reason = found[0]
+    _, array, task, uid, state, restarts, requeue, batch, priority, used, limit, *times, partition, nodes, reason = (
+        found[0]
+    )
     start, end, preempted = times
     used_s, limit_s = duration_s(used), duration_s(limit)
     return JobRecord(
         id=job_id,
+        label=f"{array}_{task}" if task.isdigit() else str(job_id),
         uid=int(uid),
         state=state,
         restarts=int(restarts),

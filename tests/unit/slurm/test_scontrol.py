@@ -33,6 +33,8 @@ NODE = (
 )
 PLAIN = {
     "JobID": "1",
+    "ArrayJobID": "1",
+    "ArrayTaskID": "N/A",
     "UserID": "20001",
     "State": "RUNNING",
     "RestartCnt": "0",
@@ -171,6 +173,12 @@ def test_tasks_of_an_array_are_told_apart() -> None:
     rows = [row(JobID="5"), row(JobID="6", RestartCnt="3"), row(JobID="4", State="PENDING", PriorityLong="0")]
     assert [read_job("\n".join(rows), number).restarts for number in (4, 5, 6)] == [0, 0, 3]
     assert read_job("\n".join(rows), 4).held
+
+
+def test_a_task_with_the_arrays_own_id_is_not_called_by_it() -> None:
+    rows = [row(JobID="9", ArrayJobID="8", ArrayTaskID="0"), row(JobID="8", ArrayJobID="8", ArrayTaskID="1")]
+    assert [read_job("\n".join(rows), number).label for number in (9, 8)] == ["8_0", "8_1"]
+    assert read_job(row(ArrayTaskID="3-7%2", State="PENDING"), 1).label == read_job(ROW, 1).label == "1"
 
 
 def test_a_reason_may_be_any_text() -> None:
