@@ -109,9 +109,11 @@ def render_files(site: config.Site, *, python: str, packages: str = "", plugin: 
             target="/etc/systemd/system/slurm-resil-engine.service",
             text=f"{_MARK}\n# on one host of the cluster\n[Unit]\nDescription=Recovery engine of slurm_resil\n"
             "After=network-online.target munge.service slurmctld.service\nWants=network-online.target\n\n[Service]\n"
-            f"ExecStart={shlex.join(argv)}\n"
+            f"ExecStart={shlex.join(argv).replace('%', '%%')}\n"
             f"ExecStartPre=/bin/mkdir -p -m 0700 {os.path.dirname(site.engine.db)}\n"
-            "Restart=on-failure\nRestartSec=5\nUMask=0077\nNoNewPrivileges=true\nProtectHome=true\nPrivateTmp=true\n\n"
+            # each connection has a descriptor and a thread
+            "Restart=on-failure\nRestartSec=5\nLimitNOFILE=65536\nTasksMax=20000\n"
+            "UMask=0077\nNoNewPrivileges=true\nProtectHome=true\nPrivateTmp=true\n\n"
             "[Install]\nWantedBy=multi-user.target\n",
         )
     return files

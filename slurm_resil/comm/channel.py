@@ -54,7 +54,16 @@ class Channel:
         peer_uid: User id that the other end has proven.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, *, server: bool, peer_uid: int, peer: str = "local") -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        *,
+        server: bool,
+        peer_uid: int,
+        peer: str = "local",
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._key = key
@@ -65,6 +74,7 @@ class Channel:
         self._lock = threading.Lock()
         self.closed = False
         self.peer, self.peer_uid = peer, peer_uid
+        self._max_bytes = max_bytes
 
     def fileno(self) -> int:
         """Descriptor, to poll for a message (an already buffered one is not seen; use :meth:`recv` with 0 first)."""
@@ -77,7 +87,7 @@ class Channel:
             ChannelClosedError: The peer is gone or takes nothing; the channel is closed then.
         """
         data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-        if len(data) > MAX_BYTES:
+        if len(data) > MAX_BYTES:  # the most that any peer accepts
             raise ServiceError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}", peer=self.peer)
         with self._lock:
             line = self._mac(self._out, self._sent, data) + b" " + data + b"\n"
@@ -91,7 +101,7 @@ class Channel:
             ChannelTimeoutError: Nothing came.
             ChannelClosedError: The peer is gone, or the message does not verify.
         """
-        line = self._line(timeout_s, MAX_BYTES + _MAC_CHARS + 1)
+        line = self._line(timeout_s, self._max_bytes + _MAC_CHARS + 1)
         mac, _, data = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(self._in, self._received, data)):
             self.close()
@@ -249,6 +259,8 @@ class Server:
         auth: How peers prove who they are.
         uids: Users that may connect, None for everybody whose identity is proven.
         limit: Connections at a time; more are refused.
+        limit_per_host: The same for each address that they come from: one host must not keep the others out.
+        max_bytes: Size of a message that is accepted.
 
     Attributes:
         address: ``host:port`` that it listens on.
@@ -263,11 +275,14 @@ class Server:
         auth: Auth,
         uids: Collection[int] | None = None,
         limit: int = 16_384,
+        limit_per_host: int | None = None,
+        max_bytes: int = MAX_BYTES,
         name: str = "channel",
     ) -> None:
         if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused here
             raise ServiceError("a server must be bound to one address of this node", host=host)
-        self._handler, self._auth, self._uids, self._limit, self._name = handler, auth, uids, limit, name
+        self._handler, self._auth, self._uids, self._name = handler, auth, uids, name
+        self._limit, self._limit_per_host, self._max_bytes = limit, limit_per_host or limit, max_bytes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=4096)
@@ -275,7 +290,7 @@ class Server:
             raise ServiceError(f"cannot listen on {host}:{port}: {error}", host=host, port=port) from error
         bound = self._listener.getsockname()
         self.address = f"[{bound[0]}]:{bound[1]}" if family == socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
-        self._open: set[Channel] = set()
+        self._open: dict[Channel, str] = {}  # and the address that it comes from
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
@@ -309,15 +324,17 @@ class Server:
                 self._closing.wait(0.05)  # out of descriptors: others will close some
                 continue
             with self._lock:
-                full = len(self._open) >= self._limit
+                same = sum(host == peer[0] for host in self._open.values()) if self._limit_per_host < self._limit else 0
+                full = len(self._open) >= self._limit or same >= self._limit_per_host
             if full:
-                event(log, "connection_refused", level=logging.WARNING, peer=peer[0], limit=self._limit)
+                event(log, "connection_refused", level=logging.WARNING, peer=peer[0], same_host=same)
                 sock.close()
                 continue
             _tune(sock)
-            channel = Channel(sock, b"", server=True, peer_uid=-1, peer=f"{peer[0]}:{peer[1]}")
+            name = f"{peer[0]}:{peer[1]}"
+            channel = Channel(sock, b"", server=True, peer_uid=-1, peer=name, max_bytes=self._max_bytes)
             with self._lock:
-                self._open.add(channel)
+                self._open[channel] = peer[0]
             thread = threading.Thread(target=self._serve, args=(channel,), name=f"{self._name} {peer[0]}", daemon=True)
             try:
                 thread.start()
@@ -325,7 +342,7 @@ class Server:
                 event(log, "connection_refused", level=logging.ERROR, peer=peer[0], why=str(error))
                 channel.close()
                 with self._lock:
-                    self._open.discard(channel)
+                    self._open.pop(channel, None)
                 self._closing.wait(0.05)
 
     def _serve(self, channel: Channel) -> None:
@@ -341,7 +358,7 @@ class Server:
         finally:
             channel.close()
             with self._lock:
-                self._open.discard(channel)
+                self._open.pop(channel, None)
 
     def _greet(self, channel: Channel) -> None:
         nonce = secrets.token_hex(KEY_BYTES)

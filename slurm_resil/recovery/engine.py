@@ -30,6 +30,8 @@ from slurm_resil.slurm.job import JobRecord
 from slurm_resil.slurm.scontrol import Commands
 
 REQUEST_S = 10.0
+REQUEST_BYTES = 256 << 10  # thousands of names of nodes
+PER_HOST = 64  # connections from one host: every user of the cluster may connect
 MAX_LOGGED = 500  # characters of what somebody asked
 SWEEP_S = 3.0
 RETRY_S = 10.0
@@ -65,7 +67,9 @@ class Engine:
                 if not incident.outcome:
                     self._begin(incident)
         threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
-        return Server(host, port, self._serve, auth=auth, name="engine")
+        return Server(
+            host, port, self._serve, auth=auth, limit_per_host=PER_HOST, max_bytes=REQUEST_BYTES, name="engine"
+        )
 
     def stop(self) -> None:
         """End; what is not finished is gone on with by the next engine."""

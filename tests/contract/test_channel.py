@@ -352,3 +352,42 @@ def test_the_socket_comes_from_the_environment_or_from_slurm(tmp_path: Path) -> 
     conf.write_text("#AuthInfo=socket=/run/a.socket\n")
     assert socket_path({"SLURM_CONF": str(conf)}) is None
     assert socket_path({"SLURM_CONF": str(tmp_path / "none")}) is None
+
+
+def test_one_host_cannot_keep_the_others_out(auth: Auth) -> None:
+    with Server("127.0.0.1", 0, echo, auth=auth, limit_per_host=3) as server:
+        host, port = server.address.split(":")
+        held = [socket.create_connection((host, int(port)), timeout=10) for _ in range(3)]
+        try:
+            for sock in held:
+                assert sock.recv(1) == b"{"  # greeted
+            with pytest.raises(ServiceError):
+                connect(server.address, auth=auth, server_uids=ME)
+            other = socket.create_connection((host, int(port)), timeout=10, source_address=("127.0.0.2", 0))
+            held.append(other)
+            assert other.recv(1) == b"{"
+        finally:
+            for sock in held:
+                sock.close()
+        wait_for(lambda: not server._open)
+        with connect_closing(server, auth) as channel:
+            channel.send({"a": 1})
+            assert channel.recv(timeout_s=10)["a"] == 1
+
+
+def test_a_server_takes_no_longer_messages_than_it_says(auth: Auth) -> None:
+    with Server("127.0.0.1", 0, echo, auth=auth, max_bytes=1000) as server, connect_closing(server, auth) as channel:
+        channel.send({"a": "x" * 900})
+        assert len(channel.recv(timeout_s=10)["a"]) == 900
+        with pytest.raises(ChannelClosedError):
+            channel.send({"a": "x" * 100_000})
+            channel.recv(timeout_s=10)
+
+
+@contextlib.contextmanager
+def connect_closing(server: Server, auth: Auth) -> Iterator[Channel]:
+    channel = connect(server.address, auth=auth, server_uids=ME)
+    try:
+        yield channel
+    finally:
+        channel.close()
