@@ -131,8 +131,13 @@ int resil_options_on(void)
 
 int resil_options_each(int (*put)(spank_t sp, const char *name, const char *value), spank_t sp)
 {
-	if (!resil_options_on())
+	if (!resil_options_on()) {
+		/* switched off in words: what the environment brings along does not count either */
+		for (size_t i = 0; options[RESIL].given && i < OPTIONS; i++)
+			if (put(sp, options[i].variable, NULL))
+				return -1;
 		return 0;
+	}
 	if (put(sp, options[RESIL].variable, "1"))
 		return -1;
 	for (size_t i = RESIL + 1; i < OPTIONS; i++)

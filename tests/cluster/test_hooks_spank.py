@@ -160,6 +160,15 @@ def test_without_the_option_there_is_nothing(site: Site, options: tuple[str, ...
     assert not any(site.dir(node, job).exists() for node in site.sandbox.nodes)
 
 
+def test_off_counts_against_what_the_environment_brings_along(site: Site) -> None:
+    """As for a job that is submitted from inside another one."""
+    brought = "--export=ALL,SLURM_RESIL=1,SLURM_RESIL_EVERY=7"
+    _, out = site.job(SAY, brought)
+    assert out.splitlines() == ["SLURM_RESIL=1", "SLURM_RESIL_EVERY=7"]
+    _, out = site.job(f"{SAY} || true", brought, "--resil=off")
+    assert out == ""
+
+
 def test_another_option_implies_the_feature(site: Site) -> None:
     _, out = site.job("ls -d $BB/job-$SLURM_JOB_ID", "--resil-every=5", f"--export=BB={site.sandbox.bb}")
     assert "/job-" in out
