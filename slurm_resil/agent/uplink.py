@@ -27,13 +27,13 @@ class LeaderPlace:
     Attributes:
         run_dir: Run's directory, with ``leader.json``.
         job_id: Job.
-        attempt: Attempt; a leader of another one is not ours.
+        attempt: Attempt; a leader of another one is not ours. None: the newest one.
         address: ``host:port`` that the launcher gave, or None.
     """
 
     run_dir: str
     job_id: int
-    attempt: int
+    attempt: int | None
     address: str | None = None
 
     def connect(self, *, timeout_s: float = 5.0) -> Channel:
@@ -46,7 +46,7 @@ class LeaderPlace:
         address, auth = self.address, ""
         try:
             raw = fsio.read_json(paths.leader(self.run_dir))
-            if (raw["job_id"], raw["attempt"]) == (self.job_id, self.attempt):
+            if raw["job_id"] == self.job_id and self.attempt in (None, raw["attempt"]):
                 address, auth = str(raw["address"]), str(raw["auth"])
         except (OSError, DataError, KeyError, TypeError):
             pass

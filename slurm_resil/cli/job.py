@@ -101,7 +101,7 @@ def checkpoint(
 ) -> None:
     """Have the job checkpoint now, and wait until it is as safe as asked for."""
     slurm = Commands(os.environ)
-    place = LeaderPlace(run_dir=_run_dir(slurm, job_id, run_dir), job_id=job_id, attempt=slurm.job(job_id).restarts)
+    place = LeaderPlace(run_dir=_run_dir(slurm, job_id, run_dir), job_id=job_id, attempt=None)
     answer = ask(place, level=level, timeout_s=timeout_s)
     if not answer.ok:
         raise TryAgainError(answer.words or f"no checkpoint is {level} after {timeout_s:g} s", job=job_id)

@@ -82,7 +82,8 @@ def run(
         setup.make_run_dir(run_dir)
         if local:
             setup.alone(run_dir)
-        if not local and allocation.attempt and records.complete(run_dir, allocation.job_id, within_s=DONE_S):
+        job_id, restarts = allocation.job_id, allocation.restarts
+        if records.complete(run_dir, job_id, restarts=restarts, within_s=DONE_S):
             say("the training was complete a moment ago, and Slurm started the job again: nothing is left to do")
             return
     layout = setup.place_ranks(allocation, wishes, run_dir)
@@ -124,7 +125,9 @@ def _supervise(
         events = records.EventLog(run_dir, attempt)
         rules, warning = setup.rules(cluster, wishes)
         past = records.history(run_dir, attempt)
-        record = records.Attempt(run_dir, attempt, job_id=allocation.job_id, nodes=layout.nodes)
+        record = records.Attempt(
+            run_dir, attempt, job_id=allocation.job_id, restarts=allocation.restarts, nodes=layout.nodes
+        )
         record.update()
         places.save(run_dir, layout, attempt)
         probe = setup.make_job(allocation, layout, wishes=wishes, env=env, run_dir=run_dir, addresses={}, leader="")

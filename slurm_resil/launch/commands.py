@@ -78,6 +78,7 @@ class Job:
         addresses: Address of each node by name, where ranks and agents meet.
         run_dir: Run's directory on the parallel file system.
         job_dir: Job's directory in the burst buffer, the same path on every node.
+        restarts: How often Slurm has started the job again.
         every: Iterations between checkpoints, None if nobody said.
         leader: ``host:port`` of the leader.
         python: Interpreter with this package.
@@ -91,6 +92,7 @@ class Job:
     addresses: Mapping[str, str]
     run_dir: str
     job_dir: str
+    restarts: int
     every: int | None
     leader: str
     python: str

@@ -4,7 +4,7 @@
 
 ``attempts/<attempt>.json``, rewritten as the attempt goes on::
 
-    {"attempt": 1, "job_id": 12, "nodes": ["n1", "n5"], "started_s": ..., "restored": 40, "held": false,
+    {"attempt": 1, "job_id": 12, "restarts": 1, "nodes": ["n1", "n5"], "started_s": ..., "restored": 40, "held": false,
      "intent": {"reason": "node_loss", "bad_nodes": ["n5"], "iteration": 60, "level": "DURABLE", "at_s": ...},
      "outcome": {"words": "...", "at_s": ...}}
 
@@ -67,14 +67,16 @@ class Attempt:
         run_dir: Run's directory.
         attempt: Its number.
         job_id: Job.
+        restarts: How often Slurm had started it again.
         nodes: Nodes, by node_rank.
     """
 
-    def __init__(self, run_dir: str, attempt: int, *, job_id: int, nodes: Sequence[str]) -> None:
+    def __init__(self, run_dir: str, attempt: int, *, job_id: int, restarts: int, nodes: Sequence[str]) -> None:
         self._path = record_path(run_dir, attempt)
         self._values: dict[str, Any] = {
             "attempt": attempt,
             "job_id": job_id,
+            "restarts": restarts,
             "nodes": list(nodes),
             "started_s": round(time.time(), 3),
             "restored": None,
@@ -100,15 +102,21 @@ def _numbers(run_dir: str) -> list[int]:
     return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
 
-def complete(run_dir: str, job_id: int, *, within_s: float) -> bool:
-    """Whether the newest attempt of a job brought its training to the end, and that a moment ago.
+def next_number(run_dir: str) -> int:
+    """Number of the attempt that begins now."""
+    return max(_numbers(run_dir), default=-1) + 1
 
-    Slurm may start a job again that has just ended well (seen on 24.11 after the loss of a node).
+
+def complete(run_dir: str, job_id: int, *, restarts: int, within_s: float) -> bool:
+    """Whether Slurm has started a job again that had brought its training to the end a moment before.
+
+    Seen on 24.11 after the loss of a node. A launcher that the same batch script starts once more is another thing.
     """
     try:
         raw = fsio.read_json(record_path(run_dir, max(_numbers(run_dir), default=-1)))
         outcome = raw["outcome"]
-        return bool(raw["job_id"] == job_id and outcome["code"] == 0 and 0 <= time.time() - outcome["at_s"] < within_s)
+        again = raw["job_id"] == job_id and raw["restarts"] < restarts
+        return bool(again and outcome["code"] == 0 and 0 <= time.time() - outcome["at_s"] < within_s)
     except (OSError, DataError, KeyError, TypeError):
         return False
 

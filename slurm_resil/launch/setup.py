@@ -62,7 +62,9 @@ class Allocation:
     Attributes:
         job_id: Slurm's job id, or a number made from the run's name.
         run_id: Name of the run.
-        attempt: Number of this grant of nodes.
+        attempt: Number of this grant of nodes in the run.
+        restarts: How often Slurm has started the job again. It begins at 0 for a successor of the job, and a slurmctld
+            that is killed may count the same start twice: what is in the run's directory goes by ``attempt``.
         nodes: Nodes, in Slurm's order.
         ranks_per_node: As the job asked for.
         here: Name of this node, None if the launcher is on none of them.
@@ -71,6 +73,7 @@ class Allocation:
     job_id: int
     run_id: str
     attempt: int
+    restarts: int = 0
     nodes: tuple[str, ...]
     ranks_per_node: int
     here: str | None
@@ -101,10 +104,13 @@ def slurm_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
         nodes = tuple(NodeSet(nodelist))
     except NodeSetParseError as error:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodelist!r}: {error}", key="SLURM_JOB_NODELIST") from error
+    run_id = wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or str(job_id)
+    restarts = _number(env, "SLURM_RESTART_COUNT") or 0
     return Allocation(
         job_id=job_id,
-        run_id=wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or str(job_id),
-        attempt=_number(env, "SLURM_RESTART_COUNT") or 0,
+        run_id=run_id,
+        attempt=max(restarts, records.next_number(run_dir_of(env, run_id))),
+        restarts=restarts,
         nodes=nodes,
         ranks_per_node=_number(env, "SLURM_NTASKS_PER_NODE") or 1,
         here=env.get("SLURMD_NODENAME"),
@@ -115,8 +121,7 @@ def local_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
     """This host as the only node; the attempts of a named run are counted by their records."""
     run_id = wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or f"local-{os.getpid()}"
     node = socket.gethostname()
-    before = records.history(run_dir_of(env, run_id), sys.maxsize)
-    attempt = before[-1].attempt + 1 if before else 0
+    attempt = records.next_number(run_dir_of(env, run_id))
     job_id = paths.local_job(prefix_root(env), run_id)
     return Allocation(job_id=job_id, run_id=run_id, attempt=attempt, nodes=(node,), ranks_per_node=1, here=node)
 
@@ -311,6 +316,7 @@ def make_job(
         addresses=addresses,
         run_dir=run_dir,
         job_dir=paths.job_dir(bb_root(env), allocation.job_id),
+        restarts=allocation.restarts,
         every=settings(env, wishes).every.value,
         leader=leader,
         python=sys.executable,

@@ -380,7 +380,7 @@ class Supervisor:
         self._record(intent=intent, held=isinstance(action, m.Hold))
         self._events.write("requeue_intent", **intent)
         record = self._cluster.record()
-        if record.restarts > self._job.info.attempt:
+        if record.restarts > self._job.restarts:
             return True, "Slurm is starting the job again already"
         if record.cancelled:
             raise NotPermittedError("somebody cancelled the job")

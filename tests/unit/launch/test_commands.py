@@ -14,6 +14,7 @@ def job(**changes):
         "addresses": {"n1": "10.0.0.1", "n3": "10.0.0.3", "n5": "10.0.0.5"},
         "run_dir": "/pfs/r",
         "job_dir": "/bb/job-12",
+        "restarts": 1,
         "every": 25,
         "leader": "10.0.0.1:7000",
         "python": "/usr/bin/python3",

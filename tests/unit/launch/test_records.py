@@ -28,7 +28,7 @@ def test_an_event_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_
 
 def test_history_is_in_order_of_attempts_and_without_this_one(tmp_path):
     for number, restored in ((10, 30), (2, 0), (9, None)):
-        attempt = records.Attempt(str(tmp_path), number, job_id=7, nodes=["a"])
+        attempt = records.Attempt(str(tmp_path), number, job_id=7, restarts=1, nodes=["a"])
         attempt.update(restored=restored, held=number == 9)
     assert records.history(str(tmp_path), 11) == [
         AttemptRecord(attempt=2, restored=0),
@@ -40,7 +40,7 @@ def test_history_is_in_order_of_attempts_and_without_this_one(tmp_path):
 
 
 def test_a_torn_record_counts_as_an_attempt_that_gained_nothing(tmp_path):
-    records.Attempt(str(tmp_path), 0, job_id=7, nodes=["a"]).update(restored=5)
+    records.Attempt(str(tmp_path), 0, job_id=7, restarts=1, nodes=["a"]).update(restored=5)
     (tmp_path / "attempts" / "0.json").write_text('{"restored": 5')
     (tmp_path / "attempts" / "notes.json").write_text("{}")
     assert records.history(str(tmp_path), 1) == [AttemptRecord(attempt=0, restored=None)]
@@ -50,14 +50,15 @@ def test_a_start_right_after_a_good_end_has_nothing_to_do(tmp_path):
     from slurm_resil.launch import records
 
     run = str(tmp_path)
-    assert not records.complete(run, 7, within_s=60)
-    attempt = records.Attempt(run, 3, job_id=7, nodes=["n1"])
+    assert not records.complete(run, 7, restarts=2, within_s=60)
+    attempt = records.Attempt(run, 3, job_id=7, restarts=1, nodes=["n1"])
     attempt.update()
-    assert not records.complete(run, 7, within_s=60)
+    assert not records.complete(run, 7, restarts=2, within_s=60)
     now = time.time()
     for code, job, ago, expected in ((0, 7, 5, True), (1, 7, 5, False), (0, 8, 5, False), (0, 7, 90, False)):
-        attempt = records.Attempt(run, 3, job_id=job, nodes=["n1"])
+        attempt = records.Attempt(run, 3, job_id=job, restarts=1, nodes=["n1"])
         attempt.update(outcome={"words": "x", "code": code, "at_s": now - ago})
-        assert records.complete(run, 7, within_s=60) is expected
-    records.Attempt(run, 4, job_id=7, nodes=["n1"]).update()  # a newer one that is at work
-    assert not records.complete(run, 7, within_s=60)
+        assert records.complete(run, 7, restarts=2, within_s=60) is expected
+        assert not records.complete(run, 7, restarts=1, within_s=60)  # the same batch script runs it once more
+    records.Attempt(run, 4, job_id=7, restarts=1, nodes=["n1"]).update()  # a newer one that is at work
+    assert not records.complete(run, 7, restarts=2, within_s=60)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from slurm_resil.core.errors import ConfigError, ResilError, ServiceError, UsageError
-from slurm_resil.launch import setup
+from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Customs, LocalCluster
 from slurm_resil.launch.setup import Wishes
 from slurm_resil.slurm.job import JobRecord
@@ -40,6 +40,19 @@ def test_what_slurm_says_about_the_allocation():
     assert found.nodes == ("rack1-n08", "rack1-n09", "rack1-n10", "rack2-n1")
     assert (found.job_id, found.attempt, found.ranks_per_node, found.run_id) == (12, 2, 4, "12")
     assert setup.slurm_allocation(ENV, Wishes(run_id="llama")).run_id == "llama"
+
+
+def test_attempts_of_a_run_are_counted_beyond_what_slurm_counts(tmp_path):
+    env = ENV | {"SLURM_RESIL_PREFIX": str(tmp_path), "SLURM_RESIL_RUN_ID": "llama"}
+    run = setup.run_dir_of(env, "llama")
+    for number in (0, 2):  # the launcher of attempt 1 did not come to write anything
+        records.Attempt(run, number, job_id=12, restarts=number, nodes=["n1"]).update()
+    found = setup.slurm_allocation(env, Wishes())  # slurmctld was killed and has forgotten the last start
+    assert (found.attempt, found.restarts) == (3, 2)
+    found = setup.slurm_allocation(env | {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": ""}, Wishes())  # a successor
+    assert (found.attempt, found.restarts) == (3, 0)
+    found = setup.slurm_allocation(env | {"SLURM_RESTART_COUNT": "7"}, Wishes())
+    assert (found.attempt, found.restarts) == (7, 7)
 
 
 @pytest.mark.parametrize(
