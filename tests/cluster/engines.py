@@ -45,8 +45,10 @@ class Job:
     dir: Path
 
     def column(self, name: str) -> str:
-        argv = ["squeue", "-h", "--states=all", "-j", str(self.id), "-O", f"{name}:|"]
-        return self.sandbox.run(argv, check=False).stdout.strip().rstrip("|")
+        """What squeue says; of an array with this id it shows all tasks."""
+        argv = ["squeue", "-h", "--states=all", "-r", "-j", str(self.id), "-O", f"JobID:|,{name}:|"]
+        rows = [row.split("|") for row in self.sandbox.run(argv, check=False).stdout.splitlines()]
+        return next((row[1].strip() for row in rows if row[0] == str(self.id)), "")
 
     @property
     def seen(self) -> tuple[str, int]:
@@ -64,15 +66,6 @@ class Job:
     def wait_start(self, number: int, timeout_s: float = 60.0) -> None:
         wait_for(f"start {number} of job {self.id}", lambda: len(self.starts) >= number, timeout_s)
         wait_for(f"job {self.id} running", lambda: self.column("State") == "RUNNING")
-
-
-class Task(Job):
-    """A task of an array: squeue shows all of them to who asks for the one with the array's id."""
-
-    def column(self, name: str) -> str:
-        argv = ["squeue", "-h", "--states=all", "-r", "-j", str(self.id), "-O", f"JobID:|,{name}:|"]
-        rows = [row.split("|") for row in self.sandbox.run(argv, check=False).stdout.splitlines()]
-        return next((row[1] for row in rows if row[0] == str(self.id)), "")
 
 
 @dataclass

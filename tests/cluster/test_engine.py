@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engines import SPARE, Engine, Job, Task, wait_for
+from engines import SPARE, Engine, Job, wait_for
 
 from slurm_resil.sandbox import Sandbox
 
@@ -138,14 +138,12 @@ def test_a_task_of_an_array_goes_on_alone(engine: Engine) -> None:
     listing = ["squeue", "-h", "-r", "-j", str(job.id), "-t", "RUNNING", "-o", "%A"]
     ids = wait_for("both tasks", lambda: len(found := engine.sandbox.run(listing).stdout.split()) == 2 and found)
     (other,) = [Job(engine.sandbox, int(name), job.dir) for name in ids if int(name) != job.id]
-    task, nodes = Task(engine.sandbox, job.id, job.dir), Task(engine.sandbox, other.id, job.dir).nodes
-    mine = task.nodes
+    mine, others = job.nodes, other.nodes
     assert engine.continue_job("alice", job, reason="walltime")[0] == 0
     incident = engine.wait_end(job)
     assert incident["outcome"] == f"running on {','.join(mine)}"
-    assert task.seen == ("RUNNING", 1)
-    assert Task(engine.sandbox, other.id, job.dir).seen == ("RUNNING", 0)
-    assert Task(engine.sandbox, other.id, job.dir).nodes == nodes
+    assert (job.seen, job.nodes) == (("RUNNING", 1), mine)
+    assert (other.seen, other.nodes) == (("RUNNING", 0), others)
     assert not engine.guards()
 
 
