@@ -69,23 +69,23 @@ finish() { # name, pid; sets status
 ran=0 status=0 full_too=' and not full'
 ((!full)) || full_too=''
 
-begin() { # name of a part, its expression of markers, then arguments for pytest; sets pid
-    local part=$1 expression=$2
-    shift 2
-    "$python" -m pytest -o "cache_dir=$work/cache-$part" -m "$expression$full_too" "$@" &
+begin() { # an expression of markers, then arguments for pytest; sets pid
+    local expression=$1
+    shift
+    "$python" -m pytest -o "cache_dir=$work/cache" -m "$expression$full_too" "$@" &
     pid=$!
 }
 
 # The stories wait more than they compute: all else runs beside them.
 echo '== pytest, all else; shown below'
-begin else 'not story and not alone' "$@" >"$work/else.log" 2>&1
+begin 'not story and not alone' "$@" >"$work/else.log" 2>&1
 children=("$pid")
 if ((serial)); then
     wait -f "$pid" || true # its status is asked for again below
     ((!interrupted)) || exit 130
 fi
 echo '== pytest, training stories'
-begin stories 'story' "$@"
+begin 'story' "$@"
 children+=("$pid")
 finish stories "${children[1]}"
 finish else "${children[0]}"
@@ -93,33 +93,12 @@ cat "$work/else.log"
 children=()
 ((!interrupted)) || exit 130
 echo '== pytest, alone on this host'
-begin alone 'alone' "$@"
+begin 'alone' "$@"
 children=("$pid")
 finish alone "${children[0]}"
 children=()
 ((!interrupted)) || exit 130
 
-# Grace periods and time-outs are seconds, and two parts at once on two cores may need longer. What failed beside the
-# others gets one more try with the machine to itself; it is named here, and failing again is failing.
-beside=("${failed[@]}")
-failed=()
-for part in "${beside[@]}"; do
-    case $part in
-        stories) expression='story' ;;
-        else) expression='not story and not alone' ;;
-        *)
-            failed+=("$part")
-            continue
-            ;;
-    esac
-    echo "== pytest, once more without anything beside it: what failed of part $part"
-    begin "$part" "$expression" --last-failed --last-failed-no-failures none "$@"
-    children=("$pid")
-    finish "$part" "${children[0]}"
-    ((status != 5)) || failed+=("$part") # it ended before it could say what failed
-    children=()
-    ((!interrupted)) || exit 130
-done
 ((${#failed[@]} == 0)) || {
     printf '== FAILED: %s\n' "${failed[@]}"
     exit 1
