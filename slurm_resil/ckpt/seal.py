@@ -19,6 +19,7 @@ import xxhash
 
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError
+from slurm_resil.format import frame
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest
 
@@ -44,12 +45,13 @@ def seal(job_dir: str, draft: ShardManifest, *, sync: bool = False, workers: int
     started = time.perf_counter()
     with mapped(job_dir, draft) as (data, fd):
         hashes = _hashes(data, draft.items, workers)
-        check_stamp(data, draft, slot_path(job_dir, draft))
+        structure = frame.digest(lambda start, stop: data[start:stop], draft.items, len(data))
+        stamps.check(data, draft, slot_path(job_dir, draft))
         if sync:
             os.fsync(fd)
     items = tuple(replace(item, xxh3=xxh3) for item, xxh3 in zip(draft.items, hashes, strict=True))
     costs = {**draft.costs_s, "seal": time.perf_counter() - started}
-    manifest = replace(draft, items=items, costs_s=costs)
+    manifest = replace(draft, items=items, frame=structure, costs_s=costs)
     path = paths.manifest(job_dir, manifest.iteration, manifest.rank)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     manifest.publish(path, sync=sync)
@@ -69,13 +71,13 @@ def verify(job_dir: str, manifest: ShardManifest, *, workers: int = 1) -> None:
 def check_items(
     data: mmap.mmap, manifest: ShardManifest, items: Sequence[Item], where: str, *, workers: int = 1
 ) -> None:
-    """Compare items of a mapped slot with their hashes, and the stamp again after that.
+    """Compare items of a mapped slot and what is around them with their hashes, and the stamp again after that.
 
     Raises:
         DataError: See :func:`verify`.
     """
     hashes = _hashes(data, items, workers)
-    check_stamp(data, manifest, where)
+    stamps.check(data, manifest, where)
     bad = [item.name for item, xxh3 in zip(items, hashes, strict=True) if item.xxh3 != xxh3]
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -84,6 +86,7 @@ def check_items(
             fault="flipped",
             iteration=manifest.iteration,
         )
+    frame.check(lambda start, stop: data[start:stop], manifest, len(data), where)
 
 
 def slot_path(job_dir: str, manifest: ShardManifest) -> str:
@@ -118,7 +121,7 @@ def mapped(job_dir: str, manifest: ShardManifest) -> Iterator[tuple[mmap.mmap, i
             raise DataError(f"{path} is truncated: {size} bytes of at least {need}", fault="truncated")
         data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         try:
-            check_stamp(data, manifest, path)
+            stamps.check(data, manifest, path)
             yield data, fd
             if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(fd).st_ino:
                 raise DataError(f"{path} is stale: the slot was laid out again", fault="stale")
@@ -127,37 +130,6 @@ def mapped(job_dir: str, manifest: ShardManifest) -> Iterator[tuple[mmap.mmap, i
                 data.close()
     finally:
         os.close(fd)
-
-
-def check_stamp(data: mmap.mmap, manifest: ShardManifest, where: str) -> None:
-    """Compare the stamp in a slot with a manifest.
-
-    Raises:
-        DataError: Torn, stale or swapped.
-    """
-    stamp = stamps.read(data, where=where)
-    pairs = {
-        "rank": (stamp.rank, manifest.rank),
-        "iteration": (stamp.iteration, manifest.iteration),
-        "world size": (stamp.world_size, manifest.world_size),
-        "job": (stamp.job_id, manifest.job_id),
-        "attempt": (stamp.attempt, manifest.attempt),
-        "run": (stamp.run, stamps.run_word(manifest.run_id)),
-    }
-    if stamp.generation == manifest.generation and not stamp.complete:
-        raise DataError(f"{where} is torn: its writer did not come to the end", fault="torn")
-    if (stamp.rank, stamp.run) == (manifest.rank, pairs["run"][1]) and stamp.generation != manifest.generation:
-        raise DataError(
-            f"{where} is stale: it now holds iteration {stamp.iteration}, written after this manifest's iteration "
-            f"{manifest.iteration} or in its place",
-            fault="stale",
-        )
-    for what, (found, expected) in pairs.items():
-        if found != expected:
-            text = "" if what == "run" else f" {found}, not {expected}"
-            raise DataError(f"{where} is swapped: it is of another {what}{text}", fault="swapped")
-    if stamp.generation != manifest.generation:
-        raise DataError(f"{where} is stale: generation {stamp.generation}", fault="stale")
 
 
 def _hashes(data: mmap.mmap, items: Sequence[Item], workers: int) -> list[str]:

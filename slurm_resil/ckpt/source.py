@@ -16,6 +16,7 @@ from slurm_resil.ckpt import dtypes, seal
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError, StateError
 from slurm_resil.format import layout
+from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Extent, Item, ShardManifest
 
 CACHE_BYTES = 256 << 20  # verified blocks that are kept between checking and copying
@@ -129,7 +130,7 @@ class LocalSource:
         Raises:
             DataError: It was.
         """
-        seal.check_stamp(self._map, self._manifest, self._where)
+        stamps.check(self._map, self._manifest, self._where)
 
 
 def _covers(extents: Sequence[Extent], shape: tuple[int, ...], want: Want) -> bool:

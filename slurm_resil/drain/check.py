@@ -8,10 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
+from slurm_resil.comm.base import Bytes
 from slurm_resil.core import paths, pins
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain import shards
 from slurm_resil.drain.shards import READ_BYTES, pread_into
+from slurm_resil.format import frame, stamp
 from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest, digest
 
 
@@ -38,9 +40,30 @@ def shard_flaws(job_dir: str, iteration: int, done: Callable[[int], None] = lamb
                 flaws.append(f"slot {path} of rank {manifest.rank} is missing")
                 continue
             try:
+                flaws += _outer_flaws(fd, path, manifest)
                 flaws += [flaw for item in manifest.items if (flaw := _item_flaw(fd, path, manifest, item, done))]
             finally:
                 os.close(fd)
+    return flaws
+
+
+def _outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
+    """What is wrong with a slot around its items: its stamp, and the file's structure."""
+
+    def read(start: int, stop: int) -> Bytes:
+        data = np.empty(stop - start, np.uint8)
+        pread_into(fd, data.data, start, path)
+        return data
+
+    flaws, size = [], os.fstat(fd).st_size
+    try:
+        stamp.check(read(0, min(size, stamp.BYTES)), manifest, path)
+    except DataError as error:
+        flaws.append(error.message)
+    try:
+        frame.check(read, manifest, size, path)
+    except DataError as error:
+        flaws.append(error.message)
     return flaws
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import xxhash
 
@@ -63,7 +63,13 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """Shared by the manifests: JSON with a hash of itself."""
+    """Shared by the manifests: JSON with a hash of itself.
+
+    Attributes:
+        ADDED: Fields that came later: a manifest without them is an older one, and their defaults hold.
+    """
+
+    ADDED: ClassVar[frozenset[str]] = frozenset()
 
     version: int = VERSION
 
@@ -112,8 +118,8 @@ class _Document:
         if raw.get("version") != VERSION:
             raise DataError(f"{path} has version {raw.get('version')}, this is {VERSION}", path=path)
         names = {entry.name for entry in fields(cls)}
-        if set(raw) != names:
-            odd = sorted(set(raw) ^ names)
+        odd = sorted((set(raw) ^ names) - (cls.ADDED - set(raw)))
+        if odd:
             raise DataError(f"{path} is not a {cls.__name__}: {', '.join(odd)}", path=path)
         return cls._from_raw(raw)
 
@@ -145,7 +151,10 @@ class ShardManifest(_Document):
         generation: Stamp of the slot's contents; another stamp in the slot means that it was overwritten.
         values: Plain values of the state and its structure, JSON (see ckpt.state).
         costs_s: Measured times by name (``copy``, ``seal``), seconds.
+        frame: Hash of what is around the items, see :mod:`slurm_resil.format.frame`, filled in by the seal.
     """
+
+    ADDED = frozenset({"frame"})
 
     run_id: str
     job_id: int
@@ -160,6 +169,7 @@ class ShardManifest(_Document):
     values: Any
     created_s: float = 0.0
     costs_s: dict[str, float] = field(default_factory=dict)
+    frame: str = ""
 
     @property
     def nbytes(self) -> int:

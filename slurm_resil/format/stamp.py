@@ -17,12 +17,14 @@ import xxhash
 
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.model import RunInfo
+from slurm_resil.format.manifest import ShardManifest
 
 MAGIC = int.from_bytes(b"RESILSLT", "little")
 BYTES = 512
 _HEAD = struct.Struct("<8Q")
 _END_AT = 256
 _END = struct.Struct("<Q")
+RANGES = ((0, _HEAD.size), (_END_AT, _END_AT + _END.size))  # bytes that hold it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +97,34 @@ def read(buffer: Any, *, where: str) -> Stamp:
         run=run,
         end=_END.unpack_from(buffer, _END_AT)[0],
     )
+
+
+def check(buffer: Any, manifest: ShardManifest, where: str) -> None:
+    """Compare the stamp in a slot with a manifest.
+
+    Raises:
+        DataError: Torn, stale or swapped.
+    """
+    stamp = read(buffer, where=where)
+    pairs = {
+        "rank": (stamp.rank, manifest.rank),
+        "iteration": (stamp.iteration, manifest.iteration),
+        "world size": (stamp.world_size, manifest.world_size),
+        "job": (stamp.job_id, manifest.job_id),
+        "attempt": (stamp.attempt, manifest.attempt),
+        "run": (stamp.run, run_word(manifest.run_id)),
+    }
+    if stamp.generation == manifest.generation and not stamp.complete:
+        raise DataError(f"{where} is torn: its writer did not come to the end", fault="torn")
+    if (stamp.rank, stamp.run) == (manifest.rank, pairs["run"][1]) and stamp.generation != manifest.generation:
+        raise DataError(
+            f"{where} is stale: it now holds iteration {stamp.iteration}, written after this manifest's iteration "
+            f"{manifest.iteration} or in its place",
+            fault="stale",
+        )
+    for what, (found, expected) in pairs.items():
+        if found != expected:
+            text = "" if what == "run" else f" {found}, not {expected}"
+            raise DataError(f"{where} is swapped: it is of another {what}{text}", fault="swapped")
+    if stamp.generation != manifest.generation:
+        raise DataError(f"{where} is stale: generation {stamp.generation}", fault="stale")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from slurm_resil.catalog import LocalCatalog
 from slurm_resil.ckpt import seal
 from slurm_resil.ckpt.snapshot import Arena
+from slurm_resil.ckpt.source import LocalSource
 from slurm_resil.ckpt.state import flatten
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError
@@ -78,6 +80,38 @@ def test_missing_truncated_flipped(job):
     os.symlink("/etc/passwd", path)
     with pytest.raises(OSError):
         seal.verify(job, one)
+
+
+def test_no_byte_of_a_sealed_slot_changes_unseen(job):
+    """Stamp, superblock, object headers and padding too, at a restore as well."""
+    one, path = manifest(job), paths.slot(job, 0, 0)
+    size, before = os.path.getsize(path), Path(path).read_bytes()
+    for at in [*range(600), *range(4000, 4600), *range(600, size, 13), size - 1]:
+        w.flip(path, at)
+        with pytest.raises(DataError):
+            seal.verify(job, one)
+        w.flip(path, at)
+    assert Path(path).read_bytes() == before
+    seal.verify(job, one)
+    w.flip(path, 4096 + 8)  # HDF5's superblock
+    with pytest.raises(DataError, match="superblock"), LocalSource(job, one) as source:
+        source.verify([])
+    with open(path, "ab") as file:
+        w.flip(path, 4096 + 8)
+        file.write(b"more")
+    assert fault(job, one) == "flipped"
+
+
+def test_a_manifest_from_before_the_frame_was_hashed_is_read(job):
+    path = paths.manifest(job, 1, 0)
+    body = json.loads(Path(path).read_bytes())
+    del body["frame"], body["check"]
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    Path(path).write_text(json.dumps({**body, "check": digest(text.encode())}))
+    old = manifest(job)
+    assert old.frame == ""
+    w.flip(paths.slot(job, 0, 0), 4096 + 8)  # nothing to compare it with
+    seal.verify(job, old)
 
 
 def test_stale(job):

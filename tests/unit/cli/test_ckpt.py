@@ -113,6 +113,19 @@ def test_verify_names_a_flipped_shard(world):
     assert sound["sound"] and len(damaged["flaws"]) == 1 and "model/rows of rank 1" in damaged["flaws"][0]
 
 
+@pytest.mark.parametrize(("at", "said"), [(0, "torn"), (8, "stale"), (300, "structure"), (4090, "structure")])
+def test_verify_sees_damage_around_a_shards_items(world, at, said):
+    """The stamp in front, and HDF5's own bytes."""
+    with open(paths.slot(world.job_dir(0), 1, 1), "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    done = ckpt("verify", "20", "--json", world=world)
+    flaws = json.loads(done.stdout)["checkpoints"][0]["flaws"]
+    assert (done.returncode, len(flaws)) == (65, 1) and said in flaws[0] and "1-1.h5" in flaws[0]
+
+
 def test_verify_names_what_lies_in_a_damaged_block(world):
     path = paths.drained(world.run_dir, 10)
     raw = bytearray(Path(path).read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 
 from slurm_resil.comm import local
 from slurm_resil.core import paths
+from slurm_resil.core.model import RunInfo
 from slurm_resil.drain import collective
 from slurm_resil.drain.skeleton import dataset, skeleton
+from slurm_resil.format import frame, stamp
 from slurm_resil.format.manifest import DrainedManifest, Extent, Item, ShardManifest, digest
 
 RUN = "run-7"
@@ -83,7 +86,7 @@ class World:
                 file.seek(at)
                 file.write(raw)
                 at += -(-len(raw) // 64) * 64
-        ShardManifest(
+        manifest = ShardManifest(
             run_id=RUN,
             job_id=9,
             attempt=attempt,
@@ -95,7 +98,16 @@ class World:
             generation=1,
             items=tuple(items),
             values={"lr": 0.5, "rank": rank, "iteration": iteration},
-        ).publish(paths.manifest(job_dir, iteration, rank), sync=False)
+        )
+        run = RunInfo(run_id=RUN, job_id=9, attempt=attempt, cycle=0, world_size=self.ranks, nodes=1)
+        with open(path, "r+b") as file:
+            file.truncate(max(at, 4096))  # as a slot is: whole, and stamped in front
+            with mmap.mmap(file.fileno(), 0) as slot_map:
+                mark = stamp.make(run, generation=1, iteration=iteration, rank=rank)
+                stamp.begin(slot_map, mark)
+                stamp.end(slot_map, mark)
+                outer = frame.digest(lambda start, stop: slot_map[start:stop], items, len(slot_map))
+        replace(manifest, frame=outer).publish(paths.manifest(job_dir, iteration, rank), sync=False)
 
     def manifest(self, rank: int, iteration: int = ITERATION) -> ShardManifest:
         return ShardManifest.load(paths.manifest(self.job_dir(rank // self.per_node), iteration, rank))
