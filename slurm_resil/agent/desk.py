@@ -181,7 +181,7 @@ class Desk:
             case p.Seal():
                 self._seal(rank, message)
             case p.GiveUp():
-                rank.slots.free(message.iteration)
+                rank.slots.refuse(message.iteration)
                 failed = p.Failed(iteration=message.iteration, rank=rank.rank, cycle=self.cycle, reason=message.reason)
                 self._report(rank, failed)
             case p.Leave():
@@ -202,7 +202,7 @@ class Desk:
             lease, until = rank.lease
             reason = ""
             try:
-                index = rank.slots.lease(lease.iteration, self._expendable)
+                index = rank.slots.lease(lease.iteration, self._expendable, last_try=now >= until)
             except OSError as error:
                 index, reason = None, str(error)
             if index is not None:

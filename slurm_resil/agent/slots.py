@@ -28,6 +28,7 @@ def parse(name: str) -> tuple[int, int] | None:
 class _Slot:
     iteration: int = 0  # what it holds, or what is being written; 0 for nothing
     busy: bool = False  # being written or sealed
+    refused: bool = False  # the rank could not write it the last time: space may be short for it, not for the others
 
 
 class Slots:
@@ -48,12 +49,13 @@ class Slots:
         if index < len(self._slots):
             self._slots[index] = _Slot(iteration)
 
-    def lease(self, iteration: int, expendable: Callable[[int], bool]) -> int | None:
+    def lease(self, iteration: int, expendable: Callable[[int], bool], *, last_try: bool = True) -> int | None:
         """Take a slot for an iteration; its old shard's manifest is removed first.
 
         Args:
             iteration: What will be written.
             expendable: Whether a sealed iteration may be overwritten.
+            last_try: Whether a slot that could not be written the last time will do.
 
         Returns:
             Index of the slot, None if none is free or the iteration has one already.
@@ -63,14 +65,18 @@ class Slots:
         """
         if any(slot.iteration == iteration for slot in self._slots):
             return None
-        order = sorted(range(len(self._slots)), key=lambda index: self._slots[index].iteration)
+        order = sorted(
+            range(len(self._slots)), key=lambda index: (self._slots[index].refused, self._slots[index].iteration)
+        )
         for index in order:
             slot = self._slots[index]
+            if slot.refused and not last_try:
+                break
             if slot.busy or (slot.iteration and not expendable(slot.iteration)):
                 continue
             if slot.iteration and not self._evict(slot.iteration):
                 continue
-            self._slots[index] = _Slot(iteration, busy=True)
+            self._slots[index] = _Slot(iteration, busy=True, refused=slot.refused)
             return index
         return None
 
@@ -88,13 +94,20 @@ class Slots:
         """Say that the slot of an iteration is sealed."""
         for slot in self._slots:
             if slot.iteration == iteration:
-                slot.busy = False
+                slot.busy = slot.refused = False
 
     def free(self, iteration: int) -> None:
         """Say that the slot of an iteration holds nothing."""
         for slot in self._slots:
             if slot.iteration == iteration:
                 slot.iteration, slot.busy = 0, False
+
+    def refuse(self, iteration: int) -> None:
+        """Say that a rank could not write the slot that it had for an iteration: others are taken before it."""
+        for slot in self._slots:
+            if slot.iteration == iteration and slot.busy:
+                slot.refused = True
+        self.free(iteration)
 
     def free_unsealed(self, sealing: Callable[[int], bool]) -> list[int]:
         """Free what was leased and will not be written any more; returns those iterations."""

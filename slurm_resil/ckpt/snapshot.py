@@ -25,6 +25,7 @@ from slurm_resil.format.manifest import Item, ShardManifest
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_LEAST_SLOTS = 2  # one holds the newest that is sealed, one is written
 _STRUCTURE_BYTES = 1024  # more than HDF5 needs to describe one dataset, names included
 
 
@@ -158,7 +159,7 @@ class Arena:
         self._unmap(index)
         with self._refusals(flat):
             self._make_directory()
-            self._check_space(flat, signature)
+            self._check_space(index, flat, signature)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             temp = f"{path}.tmp"
@@ -205,26 +206,44 @@ class Arena:
             raise missing_path(root, "the burst buffer", "create it on every node, or set SLURM_RESIL_BB_ROOT")
         os.makedirs(os.path.join(self._job_dir, "slots"), mode=0o700, exist_ok=True)
 
-    def _check_space(self, flat: Flat, signature: object) -> None:
-        """Refuse early when the slots that are still to be laid out do not fit."""
-        size = _estimate(flat)
-        held, wanted = 0, 0
-        for index in range(self._count):
-            slot = self._slots.get(index)
-            if slot is None or slot.signature != signature:
-                wanted += size
-                with contextlib.suppress(FileNotFoundError):
-                    held += os.stat(paths.slot(self._job_dir, self._rank, index)).st_blocks * 512
-        info = os.statvfs(self._job_dir)
-        free = info.f_bavail * info.f_frsize + held
-        if info.f_blocks and free < wanted:
-            raise self._too_small(free, wanted, flat)
+    def _check_space(self, index: int, flat: Flat, signature: object) -> None:
+        """Refuse early when this slot does not fit, or fewer slots than it takes to save again and again.
 
-    def _too_small(self, free: int, wanted: int, flat: Flat) -> SpaceError:
+        More than those are a help for drains that are slow, and not worth refusing for.
+        """
+        size, others = _estimate(flat), [one for one in range(self._count) if one != index]
+        made = sum(slot.signature == signature for one, slot in self._slots.items() if one != index)
+        missing = min(_LEAST_SLOTS, self._count) - made - 1
+        info = os.statvfs(self._job_dir)
+        if not info.f_blocks:
+            return
+        free = info.f_bavail * info.f_frsize + self._held(index)
+        if free < size:
+            raise self._too_small(free, size, flat, made)
+        # what others of an earlier layout hold comes back when it is their turn
+        free += sum(self._held(one) for one in others if self._signature(one) != signature)
+        if free < size * (1 + max(missing, 0)):
+            raise self._too_small(free, size * (1 + missing), flat, made)
+
+    def _signature(self, index: int) -> object:
+        slot = self._slots.get(index)
+        return slot.signature if slot else None
+
+    def _held(self, index: int) -> int:
+        """Bytes of a slot's file."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(paths.slot(self._job_dir, self._rank, index)).st_blocks * 512
+        return 0
+
+    def _too_small(self, free: int, wanted: int, flat: Flat, made: int) -> SpaceError:
+        what, goes_on = f"for a slot with a state of {flat.nbytes} bytes", ""
+        if made >= _LEAST_SLOTS:
+            goes_on = f"; the next saves use the {made} slots that are there"
+        elif wanted > _estimate(flat):
+            what = f"for {_LEAST_SLOTS} slots with a state of {flat.nbytes} bytes"
         return SpaceError(
-            f"the burst buffer at {self._job_dir} has {free} bytes for rank {self._rank}, {wanted} are needed "
-            f"({self._count} slots for a state of {flat.nbytes} bytes)",
-            mend="use a larger burst buffer (SLURM_RESIL_BB_ROOT)",
+            f"the burst buffer at {self._job_dir} has {free} bytes for rank {self._rank}, {wanted} are needed {what}",
+            mend=f"free space there, or use a larger burst buffer (SLURM_RESIL_BB_ROOT){goes_on}",
             path=self._job_dir,
         )
 
@@ -243,7 +262,8 @@ class Arena:
             if error.errno == errno.EROFS:
                 raise SpaceError(f"the burst buffer at {self._job_dir} is read-only", path=self._job_dir) from error
             info = os.statvfs(os.path.dirname(self._job_dir.rstrip("/")) or ".")
-            raise self._too_small(info.f_bavail * info.f_frsize, _estimate(flat), flat) from error
+            made = len(self._slots)  # without the one that is laid out now
+            raise self._too_small(info.f_bavail * info.f_frsize, _estimate(flat), flat, made) from error
 
 
 def _estimate(flat: Flat) -> int:

@@ -57,6 +57,24 @@ def test_the_oldest_goes_first_and_pins_are_respected(job: str) -> None:
     assert sealed(job) == [3]
 
 
+def test_a_slot_that_could_not_be_written_is_the_last_choice(job: str) -> None:
+    """A burst buffer that fills up after two of three slots: those two are used again and again."""
+    slots = Slots(job, 0, 3)
+    for iteration in (10, 20):
+        assert slots.lease(iteration, lambda _: False) is not None
+        seal(job, slots, iteration)
+    assert slots.lease(30, lambda one: one < 20) == 2
+    slots.refuse(30)  # no space for it
+    assert slots.lease(40, lambda one: one < 20) == 0
+    seal(job, slots, 40)
+    assert slots.lease(50, lambda one: one < 40) == 1
+    assert slots.lease(60, lambda one: one < 40, last_try=False) is None  # worth waiting for one that is there
+    assert slots.lease(60, lambda one: one < 40) == 2
+    seal(job, slots, 60)  # there was space again: a slot like the others
+    slots.free(60)
+    assert slots.lease(70, lambda one: one < 40, last_try=False) == 2
+
+
 def test_a_pin_comes_too_late_or_holds(job: str) -> None:
     Path(paths.manifest(job, 1, 0)).write_text("{}")
     with pins.exclude(job, 1) as mine, pins.exclude(job, 1) as other:

@@ -185,12 +185,12 @@ def test_a_burst_buffer_that_is_too_small(tmp_path):
         small = {"a": torch.arange(1000.0)}
         arena = Arena(job, 0, slots=3)
         w.save(arena, job, small, index=0, iteration=1)
-        large = {"a": torch.ones(6 << 20, dtype=torch.uint8)}
+        large = {"a": torch.ones(8 << 20, dtype=torch.uint8)}
         before = w.bits(large)
         with pytest.raises(SpaceError, match=r"the burst buffer at .* has \d+ bytes .* \d+ are needed") as caught:
             w.save(arena, job, large, index=1, iteration=2)
         text = str(caught.value)
-        assert root in text and str(6 << 20) in text
+        assert root in text and str(8 << 20) in text and "2 slots" in text
         assert w.bits(large) == before
         assert sorted(os.listdir(f"{job}/manifests")) == ["0000000001-000000.json"]
         assert os.listdir(f"{job}/slots") == ["0-0.h5"]
@@ -215,7 +215,7 @@ def test_a_burst_buffer_that_fills_up_meanwhile(tmp_path):
         with pytest.raises(SpaceError, match="bytes for rank 0"):
             w.save(arena, job, state, index=2, iteration=3)
         arena._check_space = check
-        with pytest.raises(SpaceError, match="bytes for rank 0"):
+        with pytest.raises(SpaceError, match=r"free space there, .* the next saves use the 2 slots that are there"):
             w.save(arena, job, state, index=2, iteration=3)
         still_whole(job, [1, 2], state)
         assert sorted(os.listdir(f"{job}/slots")) == ["0-0.h5", "0-1.h5"]
@@ -223,6 +223,22 @@ def test_a_burst_buffer_that_fills_up_meanwhile(tmp_path):
         os.unlink(f"{root}/other")
         w.save(arena, job, state, index=2, iteration=4)
         still_whole(job, [2, 3, 4], state)
+
+
+@needs_root
+def test_two_slots_that_are_there_are_enough_after_a_restart(tmp_path):
+    """A third one does not fit: neither for the process that made the two nor for the one after it."""
+    with tmpfs(str(tmp_path / "bb"), "size=3m") as root:
+        job = f"{root}/job-7"
+        state = {"a": torch.arange(1 << 18).float()}  # 1 MiB, three slots
+        for first in (1, 3):
+            arena = Arena(job, 0, slots=3)
+            w.save(arena, job, state, index=0, iteration=first)
+            w.save(arena, job, state, index=1, iteration=first + 1)
+            with pytest.raises(SpaceError, match="2 slots that are there"):
+                w.save(arena, job, state, index=2, iteration=9)
+            still_whole(job, [first, first + 1], state)
+            arena.close()
 
 
 @needs_root
