@@ -13,8 +13,8 @@ from slurm_resil.agent.link import RankLink
 from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
-from slurm_resil.core import control, fsio, paths
-from slurm_resil.core.errors import DataError, ServiceError, TryAgainError, UsageError
+from slurm_resil.core import control, exits, fsio, paths
+from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, ServiceError, TryAgainError, UsageError
 from slurm_resil.format.manifest import ShardManifest
 
 Backpressure = Literal["skip", "wait", "fail"]
@@ -146,6 +146,9 @@ class Checkpointer:
     ) -> Checkpointer:
         """Make one from the environment of the rank; works without any, too.
 
+        From here on an uncaught error of this package that a new start cannot mend ends the process with its own exit
+        code (65 for a checkpoint of another model), not with 1: the launcher then does not start the ranks again.
+
         Args:
             state: What is saved: modules, optimizers, objects with ``state_dict``, tensors, arrays, plain values.
             every: Save whenever this many iterations are complete; default ``SLURM_RESIL_EVERY``.
@@ -157,6 +160,7 @@ class Checkpointer:
             ConfigError: The environment makes no sense, or the burst buffer cannot be used.
             ServiceError: There is no agent.
         """
+        exits.install()
         place = from_env(env)
         return cls(
             place,
@@ -195,11 +199,14 @@ class Checkpointer:
                 break
             plan, iteration = answer.plan, answer.iteration
             if answer.error:
-                raise DataError(f"nothing was restored: {answer.error}", rank=self._place.rank)
+                kind = DataError if answer.final else NotRestoredError
+                raise kind(f"nothing was restored: {answer.error}", rank=self._place.rank)
             if answer.source == "fresh" and touched:
                 reason = "no checkpoint is left that verifies, and the state was changed by one that does not"
                 self._link.loaded(plan, "error", reason)
-                raise DataError(reason, mend="start again: bad checkpoints are not tried twice", rank=self._place.rank)
+                raise NotRestoredError(
+                    reason, mend="start again: bad checkpoints are not tried twice", rank=self._place.rank
+                )
             touched = touched or answer.source != "fresh"
             self._load(store, answer)
         self._take_seat(iteration)
@@ -286,7 +293,8 @@ class Checkpointer:
             unreadable = error.context.get("fault") == "unreadable" and not error.message.startswith(p.UNREADABLE)
             self._link.loaded(answer.plan, "bad", p.UNREADABLE * unreadable + str(error))
         except BaseException as error:
-            self._link.loaded(answer.plan, "error", f"{type(error).__name__}: {error}")
+            outcome: p.Outcome = "unfit" if isinstance(error, ResilError) and error.final else "error"
+            self._link.loaded(answer.plan, outcome, f"{type(error).__name__}: {error}")
             raise
         else:
             self._link.loaded(answer.plan, "ok")

@@ -338,8 +338,15 @@ class Agent:
     def _tell_restore(self, rank: Rank) -> None:
         plan = self._plan
         if plan is not None:
-            source = plan.sources[rank.rank]
-            rank.send(p.Restore(plan=plan.number, iteration=plan.iteration, source=source, error=plan.error))
+            rank.send(
+                p.Restore(
+                    plan=plan.number,
+                    iteration=plan.iteration,
+                    source=plan.sources[rank.rank],
+                    error=plan.error,
+                    final=plan.final,
+                )
+            )
 
     def _go(self, number: int) -> None:
         if self._going:

@@ -22,10 +22,18 @@ class Restored(LeaderEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreFailed(LeaderEvent):
-    """The ranks of a cycle cannot start: there are checkpoints, and none can be used. Every rank raises ``why``."""
+    """The ranks of a cycle cannot start: there are checkpoints, and none can be used. Every rank raises.
+
+    Attributes:
+        why: Why, in the words of the rank if one has failed.
+        rank: It; None if it was none of them.
+        final: Whether it would be the same after a new start.
+    """
 
     cycle: int
     why: str
+    rank: int | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

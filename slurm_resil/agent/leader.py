@@ -292,7 +292,9 @@ class Leader:
         self._saves = Saves(self._world, newest=plan.complete)
         self._hub.tell_all(plan)
         if plan.error:
-            self.events.put(e.RestoreFailed(cycle=self._cycle, why=plan.error))
+            failed = self._restoring.failed
+            why, rank = (failed.reason, failed.rank) if failed is not None else (plan.error, None)
+            self.events.put(e.RestoreFailed(cycle=self._cycle, why=why, rank=rank, final=plan.final))
 
     def _loaded(self, loaded: p.Loaded) -> None:
         restoring = self._restoring

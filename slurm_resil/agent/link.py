@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.comm import unix
@@ -88,7 +87,7 @@ class RankLink:
                 )
             return answer() or found
 
-    def loaded(self, plan: int, outcome: Literal["ok", "bad", "error"], reason: str = "") -> None:
+    def loaded(self, plan: int, outcome: p.Outcome, reason: str = "") -> None:
         """Say how the restore went."""
         self._outcome = p.RankLoaded(plan=plan, outcome=outcome, reason=reason)
         self._send(self._outcome)
@@ -185,9 +184,10 @@ class RankLink:
                         mend="look at agent.log beside its socket, or start with `slurm-resil run`",
                         path=self._path,
                     ) from error
-            except NotPermittedError:
+            except NotPermittedError as error:
                 if not alone or time.monotonic() >= deadline:
-                    raise
+                    # it is of another cycle or attempt, which is over in a moment: a new start finds its own
+                    raise ServiceError(error.message, mend="start again", path=self._path) from error
                 self._closing.wait(RETRY_S)
                 continue
             if appear is not None:

@@ -33,6 +33,7 @@ from typing import Any, Literal
 from slurm_resil.core.errors import DataError
 
 Source = Literal["fresh", "local", "drained"]
+Outcome = Literal["ok", "bad", "error", "unfit"]
 
 
 UNREADABLE = "cannot be read: "  # begins the reason of a rank that could not look: nothing is known to be bad
@@ -143,14 +144,14 @@ class Loaded(Message):
     Attributes:
         plan: Number of the plan.
         rank: Global rank.
-        outcome: ``ok``; ``bad`` (the artefact is not what it claims: never try it again); ``error`` (nothing can help:
-            another model, an unreadable file system).
+        outcome: ``ok``; ``bad`` (the artefact is not what it claims: never try it again); ``error`` (another artefact
+            would not help: an unreadable file system, no memory); ``unfit`` (and a new start neither: another model).
         reason: What was wrong.
     """
 
     plan: int
     rank: int
-    outcome: Literal["ok", "bad", "error"]
+    outcome: Outcome
     reason: str = ""
 
 
@@ -225,6 +226,7 @@ class Plan(Message):
         complete: Newest iteration of which every rank has its sealed shard here and now: never to be overwritten.
         lost: Artefacts that were found bad, as (iteration, rank, reason); rank -1 means the drained file.
         error: Not empty: nothing can be restored and nothing may be started afresh either.
+        final: Whether the error would be the same after a new start.
     """
 
     number: int
@@ -234,6 +236,7 @@ class Plan(Message):
     complete: int
     lost: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
     error: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +321,7 @@ class RankLoaded(Message):
     """Outcome of the restore, as in Loaded; answered with Start or with another Restore."""
 
     plan: int
-    outcome: Literal["ok", "bad", "error"]
+    outcome: Outcome
     reason: str = ""
 
 
@@ -375,6 +378,7 @@ class Restore(Message):
     iteration: int
     source: Source
     error: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

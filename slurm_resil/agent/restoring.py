@@ -27,6 +27,7 @@ class Restoring:
         number: Number of the newest plan.
         plan: Plan that is being loaded or was loaded; None before all surveys are there.
         going: Whether all ranks have loaded it.
+        failed: What a rank said that cannot load anything, None if none has.
     """
 
     def __init__(self, run_dir: str, nodes: int, ranks_per_node: int) -> None:
@@ -39,6 +40,7 @@ class Restoring:
         """Begin a cycle."""
         self.plan: Plan | None = None
         self.going = False
+        self.failed: Loaded | None = None
         self._error = ""
         self._again = False
         self._shards: dict[int, set[int]] = {}
@@ -79,6 +81,7 @@ class Restoring:
             complete=choice.complete,
             lost=[(iteration, rank, why) for (iteration, rank), why in self._bad.items()],
             error=self._error,
+            final=self.failed is not None and self.failed.outcome == "unfit",
         )
         return self.plan
 
@@ -92,8 +95,9 @@ class Restoring:
         """Hear that a rank cannot load its part: another plan is due."""
         assert self.plan is not None
         self._again = True
-        if loaded.outcome == "error":
-            self._error = f"rank {loaded.rank}: {loaded.reason}"
+        if loaded.outcome in ("error", "unfit"):
+            # the rank says why itself; repeated by every other rank nobody would find it
+            self.failed, self._error = loaded, f"rank {loaded.rank} cannot load its part, and says why"
             return
         iteration = self.plan.iteration
         if self.plan.sources[loaded.rank] == "local":

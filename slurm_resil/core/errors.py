@@ -39,6 +39,11 @@ class ResilError(Exception):
         self.context = context
         self.told = False
 
+    @property
+    def final(self) -> bool:
+        """Whether the same call would end the same way again: nobody starts it again by himself."""
+        return not self.retryable and self.exit_code != EXIT_FAILED
+
     def __str__(self) -> str:
         tail = "".join(f" [{key}: {value}]" for key, value in self.context.items() if str(value) not in self.message)
         mend = f"; {self.mend}" if self.mend else ""
@@ -68,6 +73,13 @@ class DataError(ResilError):
     """Stored bytes that are not what they claim to be: torn, flipped, truncated, swapped, stale."""
 
     exit_code = EXIT_BAD_DATA
+
+
+class NotRestoredError(DataError):
+    """This start restores nothing, another one may: bad checkpoints are not tried twice, and the state is new then."""
+
+    exit_code = EXIT_FAILED
+    retryable = True
 
 
 class StateError(ResilError):

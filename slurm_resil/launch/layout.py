@@ -51,6 +51,10 @@ class Layout:
         except ValueError:
             raise UsageError(f"node {node} is not in the layout ({', '.join(self.nodes)})", node=node) from None
 
+    def node(self, rank: int) -> str:
+        """Node of a global rank."""
+        return self.nodes[rank // self.ranks_per_node]
+
     def rank(self, node: str, local_rank: int) -> int:
         """Global rank of a local rank of a node."""
         return self.node_rank(node) * self.ranks_per_node + local_rank

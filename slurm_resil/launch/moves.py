@@ -38,9 +38,17 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreFailed(Event):
-    """The ranks of a cycle raise ``why``: there are checkpoints, and none can be used."""
+    """The ranks of a cycle cannot start: there are checkpoints, and none can be used.
+
+    Attributes:
+        why: Why, in full.
+        words: For people who have heard the rank itself.
+        final: Whether it would be the same after a new start.
+    """
 
     why: str
+    words: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slurm_resil.core.errors import EXIT_FAILED, EXIT_TRY_AGAIN
+from slurm_resil.core.errors import EXIT_BAD_DATA, EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.agents import Agents
@@ -97,6 +97,7 @@ class Policy:
         self.budget = RestartBudget(bound=rules.max_restarts)
         self.exit = (0, "")
         self.restored = 0
+        self.unfit = False  # the checkpoint and the ranks do not fit
         self.unsaved: tuple[int, str] | None = None  # the newest save, if it failed
         # the stop
         self.kinds: set[NoticeKind] = set()
@@ -138,7 +139,8 @@ class Policy:
                 self.unsaved = (event.iteration, event.why)
                 actions = [_report("save_failed", iteration=event.iteration, why=event.why)]
             case m.RestoreFailed():
-                actions = [_report("restore_failed", why=event.why)]
+                self.unfit = event.final
+                actions = [_report("restore_failed", why=event.why, words=event.words)]
             case m.Noticed():
                 actions = self._noticed(event, now)
             case m.StopReached():
@@ -174,7 +176,7 @@ class Policy:
     def _restored(self, event: m.Restored) -> list[m.Action]:
         # more than what is durable: the attempt before had no time to drain it
         self.drains.sealed, self.drains.durable = event.iteration, event.durable
-        self.restored = event.iteration
+        self.restored, self.unfit = event.iteration, False
         actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
@@ -286,7 +288,12 @@ class Policy:
             # they died on the way to the stop: the newest sealed checkpoint is what there is
             self.stop_at = self.drains.newest
             return [_report("stop", iteration=self.stop_at, words="the ranks died before they saved")]
-        restorable = self.drains.newest
+        verdict, restorable = event.verdict, self.drains.newest
+        final = verdict.final or ("bad data" if self.unfit else "")
+        if final:
+            words = f"not started again, it would end the same way ({final}): {verdict.words}"
+            code = verdict.code if verdict.final else EXIT_BAD_DATA
+            return [_report("give_up", words=words), *self._finishing(code, words)]
         self.budget, why = self.budget.failed(event.verdict, restorable=restorable, at=event.at)
         if why is not None:
             return [_report("give_up", words=why), *self._finishing(event.verdict.code, why)]

@@ -19,7 +19,7 @@ from slurm_resil.agent import events as e
 from slurm_resil.agent.leader import Leader
 from slurm_resil.agent.survey import drained_iterations
 from slurm_resil.core import paths
-from slurm_resil.core.errors import EXIT_CONFIG, NotPermittedError, ResilError
+from slurm_resil.core.errors import NotPermittedError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Notice
 from slurm_resil.launch import moves as m
@@ -29,7 +29,7 @@ from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.records import Attempt, EventLog
 from slurm_resil.launch.starters import Starter
 from slurm_resil.launch.steps import Step, last_json
-from slurm_resil.launch.verdict import Verdict
+from slurm_resil.launch.verdict import FINAL, Verdict
 
 TICK_S = 0.1
 WATCH_S = 1.0
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 SPOKEN = {
     "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
     "restore": "the ranks start from iteration {iteration}",
-    "restore_failed": "the ranks cannot start: {why}",
+    "restore_failed": "the ranks cannot start: {words}",
     "save_failed": "the checkpoint of iteration {iteration} failed: {why}",
     "durable": "iteration {iteration} is durable ({seconds} s)",
     "drain_failed": "the drain of iteration {iteration} failed: {words}",
@@ -192,7 +192,8 @@ class Supervisor:
                 self._record(restored=happened.iteration)
                 return m.Restored(iteration=happened.iteration, cycle=happened.cycle, durable=durable)
             case e.RestoreFailed():
-                return m.RestoreFailed(why=happened.why)
+                words = self._said_by(happened.rank, "cannot load its part") or happened.why
+                return m.RestoreFailed(why=happened.why, words=words, final=happened.final)
             case e.SealedAll():
                 return m.SealedAll(iteration=happened.iteration)
             case e.SaveFailed():
@@ -245,7 +246,7 @@ class Supervisor:
 
     def _agents_ended(self, nodes: Sequence[str], code: int, lines: Sequence[str]) -> None:
         """Thread. An srun may die and its agents live: only nodes whose agent is not heard are in question."""
-        if code == EXIT_CONFIG and not self._present.intersection(nodes):
+        if code in FINAL and not self._present.intersection(nodes):
             words = next((line.partition("slurm-resil: ")[2] for line in lines if "slurm-resil: " in line), "")
             words = f"no agent can start: {words or 'see the log of the agents'}"
             self._inbox.put(m.AgentsRefused(code=code, words=words))
@@ -255,6 +256,12 @@ class Supervisor:
         for node in nodes:
             if node not in self._present:
                 self._inbox.put(m.NodeLost(node=node, why=f"the step of its agent ended with code {code}"))
+
+    def _said_by(self, rank: int | None, what: str) -> str:
+        """What a rank has told people itself: who it is and where all of it stands. Empty if it was no rank."""
+        if rank is None:
+            return ""
+        return f"rank {rank} on {self._job.layout.node(rank)} {what} and says why; also in {self._events.path}"
 
     # doing
 

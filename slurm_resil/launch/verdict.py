@@ -12,6 +12,18 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from slurm_resil.core.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_NOT_PERMITTED, EXIT_USAGE
+from slurm_resil.launch.rank import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
+
+# exit codes of a rank, or an agent, that would end the same way if it was started again
+FINAL = {
+    EXIT_USAGE: "usage",
+    EXIT_BAD_DATA: "bad data",
+    EXIT_NOT_PERMITTED: "not permitted",
+    EXIT_CONFIG: "configuration",
+    EXIT_NOT_EXECUTABLE: "the command cannot be executed",
+    EXIT_NOT_FOUND: "no such command",
+}
 _ENDED = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-]+): (?P<how>.+?)\s*$")
 _EXIT = re.compile(r"^Exited with exit code (\d+)")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<node>\S+)")
@@ -57,6 +69,11 @@ class Verdict:
     def ok(self) -> bool:
         """Whether all ranks ended well."""
         return self.code == 0
+
+    @property
+    def final(self) -> str:
+        """What a rank's exit code says that no new start mends; empty for all others, and where srun itself failed."""
+        return FINAL.get(self.code, "") if self.task is not None and self.signal is None else ""
 
     @property
     def signature(self) -> tuple[int | None, int]:

@@ -31,7 +31,7 @@ def say(**fields):
     print(json.dumps(fields), flush=True)
 
 torch.manual_seed(1)
-model = torch.nn.Linear(8, 4)
+model = torch.nn.Linear(options.get("width", 8), 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = {"model": model, "optimizer": optimizer, "seen": {"samples": 0}}
 if options.get("odd"):
@@ -148,7 +148,7 @@ def test_no_agent_is_left_behind(work: Path) -> None:
     assert not list((work / "bb").glob("job-*/agent.sock"))
 
 
-@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 65)])
 def test_a_state_that_cannot_be_saved(work: Path, strict: bool, code: int) -> None:
     options = {"iterations": 4, "odd": True, "arguments": {"every": 2, "strict": strict}}
     got, lines, errors = Script(work, options, NAMED).end()
@@ -159,10 +159,19 @@ def test_a_state_that_cannot_be_saved(work: Path, strict: bool, code: int) -> No
         assert "odd" in said(lines, "error")[0]
 
 
+def test_a_checkpoint_of_another_model_ends_with_65_and_changes_nothing(work: Path) -> None:
+    options = {"iterations": 2, "arguments": {"every": 2}}
+    assert Script(work, options, NAMED).end()[0] == 0
+    (work / "train.py").unlink()
+    code, lines, errors = Script(work, options | {"width": 9}, NAMED).end()
+    assert (code, lines) == (65, [])
+    assert "(4, 8) in the checkpoint, (4, 9) in the state" in errors
+
+
 def test_a_burst_buffer_that_cannot_be_used(work: Path) -> None:
     (work / "file").write_text("")
     code, _, errors = Script(work, {"iterations": 1}, {"SLURM_RESIL_BB_ROOT": str(work / "file" / "bb")}).end()
-    assert code != 0
+    assert code == 78
     words = errors.strip().splitlines()[-1]
     assert str(work / "file" / "bb") in words
     assert "SLURM_RESIL_BB_ROOT" in words

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_resil.agent.protocol import Loaded
+from slurm_resil.agent.protocol import Loaded, Outcome
 from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
 from slurm_resil.core import paths
@@ -88,12 +88,14 @@ def test_what_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
     assert "cannot read" in plan.error
 
 
-def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["error", "unfit"])
+def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path, outcome: Outcome) -> None:
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
     restoring.survey(0, [(9, 0), (9, 1)])
     restoring.make(0)
-    restoring.refuse(Loaded(plan=1, rank=1, outcome="error", reason="another model"))
+    restoring.refuse(Loaded(plan=1, rank=1, outcome=outcome, reason="StateError: another model"))
     plan = restoring.make(0)
     assert plan is not None
-    assert plan.error == "rank 1: another model"
+    assert (plan.error, plan.final) == ("rank 1 cannot load its part, and says why", outcome == "unfit")
+    assert restoring.failed is not None and restoring.failed.reason == "StateError: another model"
     assert list(tmp_path.iterdir()) == []

@@ -417,3 +417,25 @@ def test_any_order_of_events_keeps_the_invariants(seed):
                 assert b.policy.rules.can_continue or isinstance(action, m.Hold)
                 handed_over = True
         assert sum(isinstance(a, m.Finish) for a in b.asked) <= 1
+
+
+@pytest.mark.parametrize("code", [2, 65, 77, 78, 126, 127])
+def test_what_a_new_start_does_not_mend_is_not_started_again(code):
+    b = Bench()
+    b.on(m.RanksEnded(verdict=Verdict(code=code, task=0, rank=0, node="n1", words="rank 0 on n1 exited")))
+    (finish,) = b.probed()
+    assert (type(finish), finish.code) == (m.Finish, code)
+    assert "end the same way" in finish.words and "rank 0 on n1" in finish.words
+
+
+def test_ranks_that_do_not_fit_the_checkpoint_are_not_started_again_whatever_their_code():
+    """A script around them may end with a code of its own."""
+    b = Bench()
+    b.on(m.RestoreFailed(why="StateError: another model", final=True))
+    b.on(m.RanksEnded(verdict=Verdict(code=1, task=0, rank=0, node="n1", words="rank 0 on n1 exited with code 1")))
+    (finish,) = b.probed()
+    assert (type(finish), finish.code) == (m.Finish, 65)
+    b = Bench()
+    b.on(m.RestoreFailed(why="OSError: no memory"))
+    b.on(m.RanksEnded(verdict=BAD))
+    assert kinds(b.probed()) == [m.StartCycle]

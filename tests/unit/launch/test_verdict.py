@@ -23,6 +23,16 @@ def test_lines_of_srun(line, code, task, node, number):
     assert node in verdict.words
 
 
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [(2, True), (65, True), (77, True), (78, True), (126, True), (127, True), (1, False), (75, False)],
+)
+def test_what_no_new_start_mends(code, final):
+    """Of a rank: srun's own codes mean other things."""
+    assert bool(judge([f"srun: error: n3: task 2: Exited with exit code {code}"], code).final) is final
+    assert judge(["srun: error: odd"], code).final == ""
+
+
 def test_the_first_one_is_the_culprit_not_those_that_srun_killed():
     lines = [
         "srun: error: n3: task 2: Exited with exit code 7",
