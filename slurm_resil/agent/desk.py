@@ -170,7 +170,7 @@ class Desk:
         """A rank's connection ended: what it has not handed over is lost."""
         rank.channel, rank.lease = None, None
         for iteration in rank.slots.free_unsealed(lambda at: at in rank.sealing):
-            self._report(rank, p.Failed(iteration=iteration, rank=rank.rank, cycle=self.cycle, reason="the rank ended"))
+            self._report(rank, self._failure(rank, iteration, "the rank ended", told=False))
 
     def hear(self, rank: Rank, message: p.Message, now: float) -> None:
         """Serve a rank."""
@@ -182,8 +182,7 @@ class Desk:
                 self._seal(rank, message)
             case p.GiveUp():
                 rank.slots.refuse(message.iteration)
-                failed = p.Failed(iteration=message.iteration, rank=rank.rank, cycle=self.cycle, reason=message.reason)
-                self._report(rank, failed)
+                self._report(rank, self._failure(rank, message.iteration, message.reason, told=True))
             case p.Leave():
                 rank.left = True
             case _:
@@ -270,8 +269,11 @@ class Desk:
     def _seal_failed(self, rank: Rank, iteration: int, reason: str) -> None:
         event(log, "seal_failed", level=logging.ERROR, iteration=iteration, rank=rank.rank, why=reason)
         rank.slots.free(iteration)
-        self._report(rank, p.Failed(iteration=iteration, rank=rank.rank, cycle=self.cycle, reason=reason))
+        self._report(rank, self._failure(rank, iteration, reason, told=rank.channel is not None))
         rank.send(p.ShardFailed(iteration=iteration, reason=reason))
+
+    def _failure(self, rank: Rank, iteration: int, reason: str, *, told: bool) -> p.Failed:
+        return p.Failed(iteration=iteration, rank=rank.rank, cycle=self.cycle, reason=reason, told=told)
 
     def _report(self, rank: Rank, message: p.Sealed | p.Failed) -> None:
         rank.results[message.iteration] = message

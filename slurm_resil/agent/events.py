@@ -45,10 +45,15 @@ class SealedAll(LeaderEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(LeaderEvent):
-    """An iteration will never be complete; the newest one that is stands."""
+    """An iteration will never be complete; the newest one that is stands.
+
+    Attributes:
+        told_by: Rank that tells people why itself, None if no rank does.
+    """
 
     iteration: int
     why: str
+    told_by: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,8 @@ class Leader:
             case p.Sealed() if message.cycle == self._cycle:
                 self._sealed(message, now)
             case p.Failed() if message.cycle == self._cycle:
-                self._fail(message.iteration, f"rank {message.rank}: {message.reason}")
+                rank = message.rank
+                self._fail(message.iteration, f"rank {rank}: {message.reason}", rank if message.told else None)
             case p.Noticed():
                 kind = NoticeKind(message.kind)
                 self._notice(Notice(kind=kind, stop=message.stop, deadline_s=message.deadline_s, source=message.source))
@@ -388,12 +389,12 @@ class Leader:
         if committed is not None and sealed.iteration >= committed.proposal.iteration:
             self._finish(committed, saved=True)
 
-    def _fail(self, iteration: int, why: str) -> None:
+    def _fail(self, iteration: int, why: str, told_by: int | None = None) -> None:
         if not self._saves.failed(iteration):
             return
         event(log, "save_failed", level=logging.ERROR, iteration=iteration, why=why)
         self._hub.tell_all(p.Abandon(iteration=iteration))
-        self.events.put(e.SaveFailed(iteration=iteration, why=why))
+        self.events.put(e.SaveFailed(iteration=iteration, why=why, told_by=told_by))
         committed = self._committed
         if committed is not None and iteration >= committed.proposal.iteration:
             self._finish(committed, saved=False)

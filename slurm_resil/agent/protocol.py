@@ -129,12 +129,17 @@ class Sealed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """A rank's save did not work, or was skipped for want of a slot: this iteration can never be complete."""
+    """A rank's save did not work, or was skipped for want of a slot: this iteration can never be complete.
+
+    Attributes:
+        told: Whether the rank itself tells people why.
+    """
 
     iteration: int
     rank: int
     cycle: int
     reason: str
+    told: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,11 @@ class Restored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """An iteration will never be complete."""
+    """An iteration will never be complete; ``why`` and ``words`` as in RestoreFailed."""
 
     iteration: int
     why: str
+    words: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

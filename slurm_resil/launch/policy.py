@@ -136,8 +136,8 @@ class Policy:
                     self.unsaved = None
                 actions = [_report("sealed", iteration=event.iteration)]
             case m.SaveFailed():
-                self.unsaved = (event.iteration, event.why)
-                actions = [_report("save_failed", iteration=event.iteration, why=event.why)]
+                self.unsaved = (event.iteration, event.words or event.why)
+                actions = [_report("save_failed", iteration=event.iteration, why=event.why, words=self.unsaved[1])]
             case m.RestoreFailed():
                 self.unfit = event.final
                 actions = [_report("restore_failed", why=event.why, words=event.words)]

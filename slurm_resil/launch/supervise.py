@@ -44,7 +44,7 @@ SPOKEN = {
     "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
     "restore": "the ranks start from iteration {iteration}",
     "restore_failed": "the ranks cannot start: {words}",
-    "save_failed": "the checkpoint of iteration {iteration} failed: {why}",
+    "save_failed": "the checkpoint of iteration {iteration} failed: {words}",
     "durable": "iteration {iteration} is durable ({seconds} s)",
     "drain_failed": "the drain of iteration {iteration} failed: {words}",
     "notice": "notice: {kind} ({source})",
@@ -197,7 +197,8 @@ class Supervisor:
             case e.SealedAll():
                 return m.SealedAll(iteration=happened.iteration)
             case e.SaveFailed():
-                return m.SaveFailed(iteration=happened.iteration, why=happened.why)
+                words = self._said_by(happened.told_by, "could not save") or happened.why
+                return m.SaveFailed(iteration=happened.iteration, why=happened.why, words=words)
             case e.NoticeSeen():
                 notice = happened.notice
                 deadline = None
