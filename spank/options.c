@@ -2,9 +2,11 @@
 
 #include <ctype.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define VALUE_MAX 1024
+#define YEAR_S (366 * 86400L) /* as in slurm_resil.core.units */
 
 enum { RESIL, PREFIX, EVERY, INTERVAL, LEAD, RUN_ID, OPTIONS };
 
@@ -36,13 +38,14 @@ static int valid_count(const char *value)
 static int valid_duration(const char *value)
 {
 	static const char *const units[] = { "s", "min", "m", "h", "d", NULL };
+	static const long seconds[] = { 1, 60, 60, 3600, 86400 };
 	size_t digits = strspn(value, "0123456789");
 
-	if (digits == 0 || digits > 9)
+	if (digits == 0 || digits > 9 || strspn(value, "0") == digits)
 		return 0;
 	for (size_t i = 0; units[i]; i++)
 		if (!strcmp(value + digits, units[i]))
-			return 1;
+			return strtol(value, NULL, 10) <= YEAR_S / seconds[i];
 	return 0;
 }
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import click
 
-from slurm_resil.comm.channel import split
-from slurm_resil.core import config, control, errors
+from slurm_resil.core import config, control, errors, units
 from slurm_resil.core.errors import ResilError, ServiceError
 from slurm_resil.core.settings import Settings
 from slurm_resil.drain.hints import file_system
@@ -221,7 +220,7 @@ def _engine(here: Here) -> Answer:
     address = here.settings.engine.value
     if not address:
         return OK, "none: a job requeues itself", ""
-    host, port = split(address)
+    host, port = units.host_port(address)
     if reachable(host, port):
         return OK, f"{address} answers", ""
     return BAD, f"{address} does not answer", "start it: slurm-resil engine run, or the unit of `site render`"

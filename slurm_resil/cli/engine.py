@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 
 from slurm_resil.comm.auth import MungeAuth
-from slurm_resil.comm.channel import split
 from slurm_resil.comm.munge import socket_path
-from slurm_resil.core import log
+from slurm_resil.core import log, units
 from slurm_resil.recovery.engine import Engine
 from slurm_resil.recovery.store import Store
 from slurm_resil.slurm.scontrol import Commands
@@ -36,7 +35,7 @@ def run(listen: str, db: Path, mode: str, spares: str) -> None:
     """Run until SIGTERM."""
     log.configure()
     os.umask(0o077)
-    host, port = split(listen)
+    host, port = units.host_port(listen)
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())

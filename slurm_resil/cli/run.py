@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 
 import click
 
 from slurm_resil.core import log, units
-from slurm_resil.core.errors import ConfigError, ResilError, UsageError
+from slurm_resil.core.errors import ResilError, UsageError
+from slurm_resil.core.settings import MOST
 from slurm_resil.launch import layout as places
 from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Cluster
@@ -23,9 +23,20 @@ from slurm_resil.recovery.client import EngineClient
 DONE_S = 300.0  # a start of the same job so soon after a good end is not a person's wish
 
 
+def _period(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    try:
+        if text is not None:
+            units.period_s(text)
+    except UsageError as error:
+        raise click.BadParameter(f"{error.message}; {error.mend}") from error
+    return text
+
+
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.option("--every", type=click.IntRange(min=1), help="Checkpoint every N iterations.")
-@click.option("--interval", metavar="DURATION", help="Checkpoint every so long, as in 10min; also with --every.")
+@click.option("--every", type=click.IntRange(min=1, max=MOST, max_open=True), help="Checkpoint every N iterations.")
+@click.option(
+    "--interval", metavar="DURATION", callback=_period, help="Checkpoint every so long, as in 10min; also with --every."
+)
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Default: SLURM_NTASKS_PER_NODE, or 1.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Run ranks on so many nodes of the allocation. Default: all.")
 @click.option("--run-id", help="Name of the run over all its requeues. Default: the job id.")
@@ -97,14 +108,6 @@ def run(
     sys.exit(_supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap))
 
 
-def _duration(env: Mapping[str, str], name: str) -> float | None:
-    text = env.get(name)
-    try:
-        return units.duration_s(text) if text else None
-    except UsageError as error:
-        raise ConfigError(f"{name}: {error.message}", mend=error.mend, key=name) from error
-
-
 def _supervise(
     wishes: setup.Wishes,
     env: dict[str, str],
@@ -149,7 +152,8 @@ def _supervise(
             leader=leader.address,
         )
         starter: Starter = LocalStarter(job, agent_log) if wishes.local else SrunStarter(job, cluster, agent_log)
-        address = "" if wishes.local else env.get("SLURM_RESIL_ENGINE", "")
+        held = setup.settings(env, wishes)
+        address = "" if wishes.local else held.engine.value
         engine = EngineClient(address) if address else None
         supervisor = Supervisor(
             job=job,
@@ -161,8 +165,8 @@ def _supervise(
             events=events,
             attempt=record,
             engine=engine,
-            watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, _duration(env, "SLURM_RESIL_LEAD")),
-            cap_bytes_s=cap,
+            watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, held.lead_s.value),
+            cap_bytes_s=cap or held.cap_bytes_s.value,
         )
         supervisor.report(
             "attempt_start", job_id=allocation.job_id, nodes=list(layout.nodes), ranks_per_node=layout.ranks_per_node

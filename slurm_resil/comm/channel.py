@@ -27,7 +27,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from slurm_resil.comm.auth import KEY_BYTES, PURPOSE, Auth
-from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError
+from slurm_resil.core import units
+from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError, UsageError
 from slurm_resil.core.log import event
 
 MAX_BYTES = 16 << 20  # of a message
@@ -196,18 +197,6 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(here, key, server=True, peer_uid=uid), Channel(there, key, server=False, peer_uid=uid)
 
 
-def split(address: str) -> tuple[str, int]:
-    """Parse ``host:port``.
-
-    Raises:
-        ServiceError: It is none.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ServiceError(f"{address!r} is no host:port")
-    return host.strip("[]"), int(port)
-
-
 def connect(address: str, *, auth: Auth, server_uids: Collection[int], timeout_s: float = 10.0) -> Channel:
     """Connect to a server and prove who we are.
 
@@ -223,7 +212,9 @@ def connect(address: str, *, auth: Auth, server_uids: Collection[int], timeout_s
     """
     deadline = time.monotonic() + timeout_s
     try:
-        sock = socket.create_connection(split(address), timeout=timeout_s)
+        sock = socket.create_connection(units.host_port(address), timeout=timeout_s)
+    except UsageError as error:
+        raise ServiceError(error.message, mend=error.mend) from error
     except OSError as error:
         raise ServiceError(f"cannot connect to {address}: {error}", address=address) from error
     _tune(sock)

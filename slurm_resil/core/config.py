@@ -26,7 +26,6 @@ JOB_SETTINGS = ("bb_root", "prefix", "every", "interval", "lead", "cap", "engine
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}?")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:(\d{1,5})")
 _HINT = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -64,12 +63,9 @@ def _duration(value: object) -> float:
     if not isinstance(value, str):
         raise _BadError("a duration is needed, in quotes and with its unit")
     try:
-        seconds = units.duration_s(value)
+        return units.period_s(value)
     except UsageError as error:
-        raise _BadError("a duration is needed, with its unit") from error
-    if seconds <= 0:
-        raise _BadError("more than nothing is needed")
-    return seconds
+        raise _BadError("a duration is needed, with its unit, more than nothing and a year at most") from error
 
 
 def _rate(value: object) -> float:
@@ -106,10 +102,11 @@ def _name(value: object) -> str:
 
 
 def _address(value: object) -> str:
-    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
-    if match is None or not 0 < int(match[1]) < 65536:
-        raise _BadError("HOST:PORT is needed")
-    return match[0]
+    try:
+        units.host_port(value if isinstance(value, str) else "")
+    except UsageError as error:
+        raise _BadError("HOST:PORT is needed") from error
+    return str(value)
 
 
 def _mode(value: object) -> str:

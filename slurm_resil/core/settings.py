@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_resil.core import units
-from slurm_resil.core.config import Site
+from slurm_resil.core.config import PATH_VARIABLE, Site
 from slurm_resil.core.errors import ConfigError, UsageError
 
 T = TypeVar("T")
+
+PREFIX = "SLURM_RESIL_"
+MOST = 10**11  # iterations: what the SPANK plugin takes at most, too
+# what a person sets
+VARIABLES = (
+    *(PREFIX + name for name in ("BB_ROOT", "CAP", "ENGINE", "EVERY", "INTERVAL", "LEAD", "PREFIX", "RUN_ID")),
+    PATH_VARIABLE,
+)
+# what the launcher, the sandbox and the tests tell their children
+_OWN = frozenset(
+    PREFIX + name
+    for name in (
+        *("ATTEMPT", "CYCLE", "LAYOUT", "LEADER", "LOCAL_RANK", "NODES", "NODE_RANK", "RANKS_PER_NODE", "WORLD_SIZE"),
+        *("CACHE", "FAULT", "SANDBOX", "SANDBOX_NODE", "SANDBOX_OF"),
+    )
+)
+_TESTS = f"{PREFIX}TEST_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +75,7 @@ class Settings:
             ConfigError: Variables that make no sense, or that the site does not leave to jobs; all at once.
         """
         read = _Reader(env, site)
+        read.faults += strangers(env)
         made = cls(
             bb_root=read.get("bb_root", "BB_ROOT", _path, "burst_buffer", "root", site.burst_buffer.root or _bb_root()),
             prefix_root=read.get("prefix", "PREFIX", _absolute, "prefix", "root", _prefix_root(env, site)),
@@ -64,11 +83,24 @@ class Settings:
             interval_s=read.get("interval", "INTERVAL", _duration, "schedule", "interval", site.schedule.interval_s),
             lead_s=read.get("lead", "LEAD", _duration, "schedule", "lead", site.schedule.lead_s),
             cap_bytes_s=read.get("cap", "CAP", _rate, "drain", "cap", site.drain.cap_bytes_s),
-            engine=read.get("engine", "ENGINE", str, "engine", "address", site.engine.address),
+            engine=read.get("engine", "ENGINE", _address, "engine", "address", site.engine.address),
         )
         if read.faults:
             raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
         return made
+
+
+def strangers(env: Mapping[str, str]) -> list[str]:
+    """What is wrong with variables that look like ours and are none: a typo would be a setting that does not hold."""
+    faults = []
+    for name in sorted(env):
+        if not name.startswith(PREFIX) or name in VARIABLES or name in _OWN or name.startswith(_TESTS):
+            continue
+        known = [variable.removeprefix(PREFIX) for variable in VARIABLES]
+        near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
+        meant = f"is {PREFIX}{near[0]} meant? If not, unset it" if near else "unset it"
+        faults.append(f"{name}={env[name]!r} is no variable of slurm_resil: {meant}; there are {', '.join(VARIABLES)}")
+    return faults
 
 
 class _Reader:
@@ -137,16 +169,18 @@ def _absolute(text: str) -> str:
 
 
 def _count(text: str) -> int | None:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UsageError(f"{text!r} is not a whole number from 1", mend="as in 500")
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:20]) < MOST:
+        raise UsageError(f"{text!r} is not a whole number of iterations, from 1 to less than {MOST}", mend="as in 500")
     return int(text)
 
 
 def _duration(text: str) -> float | None:
-    seconds = units.duration_s(text)
-    if seconds <= 0:
-        raise UsageError(f"{text!r} is no time at all", mend="as in 90s or 10min")
-    return seconds
+    return units.period_s(text)
+
+
+def _address(text: str) -> str:
+    units.host_port(text)
+    return text
 
 
 def _rate(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them, parsed at the edge into seconds and bytes."""
+"""Durations, sizes and addresses as people write them, parsed at the edge."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _SIZE_UNITS = {"": 1, "b": 1} | {
 }
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?$")
+LONGEST_S = 366 * 86400.0
+_ADDRESS = re.compile(r"(?:([A-Za-z0-9._-]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([a-z]*)$")
 
 
@@ -41,6 +43,31 @@ def duration_s(text: str) -> float:
     if not plain or at < len(plain):
         raise UsageError(f"{text!r} is not a duration", mend="write 45s, 10min, 1h30m or 1-12:00:00")
     return total
+
+
+def period_s(text: str) -> float:
+    """Parse a duration that something is done after, or before: more than nothing, and a year at most.
+
+    Raises:
+        UsageError: It is none.
+    """
+    seconds = duration_s(text)
+    if not 0 < seconds <= LONGEST_S:
+        what = "no time at all" if seconds <= 0 else "longer than a year"
+        raise UsageError(f"{text!r} is {what}", mend="write 45s, 10min, 1h30m or 1-12:00:00")
+    return seconds
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """Parse ``host:port``, ``address:port`` or ``[IPv6 address]:port``.
+
+    Raises:
+        UsageError: It is none of these; port 0 is none that anybody could connect to.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise UsageError(f"{text!r} is no HOST:PORT", mend="write ctl1:7321, 10.0.0.1:7321 or [fd00::1]:7321")
+    return match[1] or match[2], int(match[3])
 
 
 def size_bytes(text: str) -> int:

@@ -181,6 +181,8 @@ def test_another_option_implies_the_feature(site: Site) -> None:
         ("--resil-every=0", "--resil-every=500"),
         ("--resil-every=5x", "--resil-every=500"),
         ("--resil-interval=10", "--resil-interval=10min"),
+        ("--resil-interval=0s", "--resil-interval=10min"),
+        ("--resil-interval=367d", "--resil-interval=10min"),
         ("--resil-lead=soon", "--resil-lead=90s"),
         ("--resil-prefix=runs", "--resil-prefix=/scratch"),
         ("--resil-run-id=../up", "--resil-run-id=llama-3"),

@@ -71,3 +71,16 @@ def test_a_save_that_failed_is_told_once(work: Path) -> None:
     (line,) = [line for line in done.stderr.splitlines() if "the checkpoint of iteration 4 failed" in line]
     assert f"rank 0 on {os.uname().nodename} could not save" in line and "events.jsonl" in line
     assert "object cannot be stored" in str(events(work, "save_failed")[0]["why"])
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"SLURM_RESIL_EVRY": "10"}, "is SLURM_RESIL_EVERY meant?"),
+        ({"SLURM_RESIL_ENGINE": "ctl"}, "'ctl' is no HOST:PORT"),
+        ({"SLURM_RESIL_INTERVAL": "-5min"}, "'-5min' is not a duration"),
+    ],
+)
+def test_variables_that_make_no_sense_start_nothing(work: Path, env: dict[str, str], said: str) -> None:
+    done = run(work, "true", env=env)
+    assert done.returncode == 78 and said in done.stderr and not (work / "pfs").exists()

@@ -2,13 +2,14 @@
 
 import os
 import pwd
+import re
 from pathlib import Path
 
 import pytest
 
 from slurm_resil.core import config
 from slurm_resil.core.errors import ConfigError
-from slurm_resil.core.settings import Settings
+from slurm_resil.core.settings import VARIABLES, Settings, strangers
 
 NONE = config.Site()
 SITE = config.parse(
@@ -75,12 +76,53 @@ def test_all_wrong_variables_are_told_at_once() -> None:
         "SLURM_RESIL_INTERVAL": "0s",
         "SLURM_RESIL_LEAD": "soon",
         "SLURM_RESIL_CAP": "fast",
+        "SLURM_RESIL_ENGINE": "ctl",
+        "SLURM_RESIL_COLOUR": "red",
     }
     with pytest.raises(ConfigError) as caught:
         Settings.from_env(env, NONE)
-    assert len(caught.value.faults) == 5
+    assert len(caught.value.faults) == 7
     for name, value in env.items():
         assert any(name in fault and repr(value) in fault for fault in caught.value.faults), name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("EVRY", "EVERY"), ("INTERVALL", "INTERVAL"), ("every", ""), ("BBROOT", "BB_ROOT"), ("FOO", "")]
+)
+def test_a_variable_that_there_is_not_is_told_with_the_one_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({f"SLURM_RESIL_{name}": "10", "SLURM_OTHER": "1", "SLURM_RESIL": "1"}, NONE)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"SLURM_RESIL_{name}='10' is no variable of slurm_resil")
+    assert ("is meant?" in fault or f"is SLURM_RESIL_{meant} meant?" in fault) is bool(meant)
+    assert all(known in fault for known in VARIABLES)
+
+
+def test_every_variable_that_this_package_sets_or_reads_is_known() -> None:
+    root = Path(__file__).parents[3]
+    files = [p for top in ("slurm_resil", "spank", "jobscripts", "site_configs") for p in (root / top).rglob("*")]
+    texts = [
+        path.read_text() for path in files if path.suffix in (".py", ".c", ".h", ".sh", ".sbatch", ".conf", ".toml")
+    ]
+    found = {name for text in texts for name in re.findall(r"SLURM_RESIL_[A-Z][A-Z_]*[A-Z]", text)}
+    assert len(found) > 15
+    assert strangers(dict.fromkeys(found, "x")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("INTERVAL", value) for value in ("-5min", "0s", "1e30", "1e30s", "99999999999d", "10", "nan")),
+        *(("LEAD", value) for value in ("-1s", "0s", "400d")),
+        *(("EVERY", value) for value in ("0", "-1", "1e30", "9" * 30, "10 000")),
+        *(("ENGINE", value) for value in ("ctl", "ctl:", ":1", "ctl:0", "ctl:99999", "http://ctl:1", "a b:1")),
+    ],
+)
+def test_absurd_values_are_refused_with_what_would_be_right(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({f"SLURM_RESIL_{name}": value}, NONE)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"SLURM_RESIL_{name}={value!r} is ") and ("as in" in fault or "write" in fault)
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "٣", "abc"])

@@ -1,7 +1,7 @@
 import pytest
 
 from slurm_resil.core.errors import UsageError
-from slurm_resil.core.units import duration_s, size_bytes
+from slurm_resil.core.units import duration_s, host_port, period_s, size_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,18 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         size_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "367d", "9999999999h"])
+def test_a_period_is_more_than_nothing_and_a_year_at_most(text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        period_s(text)
+    assert period_s("366d") == 366 * 86400
+
+
+def test_addresses() -> None:
+    assert host_port("ctl-1.site:7321") == ("ctl-1.site", 7321)
+    assert host_port("[fd00::1]:1") == ("fd00::1", 1)
+    for text in ("", "ctl", "ctl:x", "ctl:0", "ctl:65536", ":1", "fd00::1:1", "ctl:1 "):
+        with pytest.raises(UsageError, match="HOST:PORT"):
+            host_port(text)
