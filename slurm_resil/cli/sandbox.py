@@ -13,6 +13,7 @@ import click
 
 from slurm_resil.core.errors import EXIT_NO_SERVICE, UsageError
 from slurm_resil.sandbox import Sandbox, SandboxSpec
+from slurm_resil.sandbox.ns import refusal
 from slurm_resil.sandbox.spec import DEFAULT_DIR, DIR_ENV, default_dir
 from slurm_resil.sandbox.teardown import tear_down
 
@@ -127,7 +128,7 @@ def status(path: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(EXIT_NO_SERVICE)
 
 
-@sandbox.command(name="exec", context_settings={"ignore_unknown_options": True})
+@sandbox.command(name="exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_dir_option
 @click.option("--user", help="As this user.  [default: alice; without root: you]")
 @click.option("--node", metavar="NAME", help="Inside this node instead of the login node.")
@@ -150,7 +151,12 @@ def exec_(
     extra = dict(entry.split("=", 1) for entry in env)
     full = target.command(command, user=user or target.users[0], node=node, env=extra, cwd=cwd)
     os.chdir(full.cwd)
-    os.execvpe(full.argv[0], full.argv, full.env)  # noqa: S606 - a list, no shell
+    try:
+        os.execvpe(full.argv[0], full.argv, full.env)  # noqa: S606 - a list, no shell
+    except OSError as error:
+        words, code = refusal(full.argv[0], error, full.env.get("PATH", ""))
+        click.echo(f"slurm-resil: {words}", err=True)
+        raise click.exceptions.Exit(code) from error
 
 
 @sandbox.command()

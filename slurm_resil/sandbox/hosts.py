@@ -100,8 +100,13 @@ def daemon_env(layout: Layout) -> dict[str, str]:
 
 
 def user_env(layout: Layout) -> dict[str, str]:
-    """Environment of a command in the sandbox, without what follows from its user."""
-    env = {"PATH": _USER_PATH, "LANG": "C.UTF-8", "SLURM_CONF": str(layout.slurm_conf), OF_ENV: str(layout.dir)}
+    """Environment of a command in the sandbox, without what follows from its user.
+
+    The commands of this interpreter's environment come first: ``slurm-resil`` is the one that runs the sandbox.
+    """
+    own = os.path.dirname(sys.executable)
+    path = _USER_PATH if own in _USER_PATH.split(":") else f"{own}:{_USER_PATH}"
+    env = {"PATH": path, "LANG": "C.UTF-8", "SLURM_CONF": str(layout.slurm_conf), OF_ENV: str(layout.dir)}
     env.update({name: os.environ[name] for name in ("TERM", "COLUMNS", "LINES") if name in os.environ})
     return env
 

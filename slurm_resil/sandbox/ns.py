@@ -106,6 +106,14 @@ def _execve(argv: list[str], env: dict[str, str]) -> NoReturn:
     os.execvpe(argv[0], argv, env)  # noqa: S606 - a list, no shell
 
 
+def refusal(name: str, error: OSError, path: str) -> tuple[str, int]:
+    """Why a command was not executed, for people, and the exit code that a shell gives."""
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot run {name}: {error.strerror}", 126
+    where = "" if "/" in name else f" in {path}"
+    return f"cannot run {name}: there is no such command{where}", 127
+
+
 def _reap_all() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -267,7 +275,12 @@ def _exec(request: Request) -> NoReturn:
                 os.setsid()
             _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
             os.chdir(request.get("cwd") or who["HOME"])
-            _execve(request["argv"], {**who, **request["env"]})
+            try:
+                _execve(request["argv"], {**who, **request["env"]})
+            except OSError as error:
+                words, code = refusal(request["argv"][0], error, request["env"].get("PATH", ""))
+                os.write(2, f"slurm-resil: {words}\n".encode())
+                os._exit(code)
         except Exception as error:  # noqa: BLE001 - a forked child: report, never return into the parent's code
             os.write(2, f"slurm-resil: cannot run {request['argv'][0]}: {error}\n".encode())
         finally:

@@ -237,6 +237,17 @@ def test_status_and_exec_of_the_command_line(cluster):
     assert Path(f"/proc/{status['keeper_pid']}").exists()
     done = cli("exec", *place, "--user", "bob", "--node", "node2", "--", "sh", "-c", "hostname; id -un; exit 3")
     assert (done.stdout, done.returncode) == ("node2\nbob\n", 3)
+    root = [*place, "--user", "root"]
+    assert cli("exec", *root, "python", "-c", "import sys; print(sys.prefix)").stdout.strip() == sys.prefix
+    if Path(sys.executable).with_name("slurm-resil").exists():
+        assert "Usage: slurm-resil" in cli("exec", *root, "slurm-resil", "--help").stdout  # the command's, not exec's
+    for command, code, word in [
+        ("nosuch", 127, "/usr/bin"),
+        ("/nope/x", 127, "/nope/x"),
+        ("/etc/passwd", 126, "denied"),
+    ]:
+        done = cli("exec", *place, command)
+        assert done.returncode == code and word in done.stderr and command in done.stderr and "b'" not in done.stderr
     assert "slurmctld" in cli("logs", *place, "slurmctld").stdout
     again = cli("up", *place)
     assert again.returncode == 75
