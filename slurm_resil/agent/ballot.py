@@ -114,10 +114,13 @@ class Ballot:
             self._words[c.SEALED_ALL] = iteration
 
     def abandon(self, iteration: int) -> None:
-        """Hear that an iteration is given up: nobody has to save at it any more, nobody waits for it."""
+        """Hear that an iteration is given up: nobody has to save at it any more, nobody waits for it.
+
+        A stop that was committed stands: ranks that have not come to it yet must not go on alone.
+        """
         words = self._words
         words[c.FAILED] = max(words[c.FAILED], iteration)
-        if words[c.DECISION] == c.COMMIT and 0 < words[c.PROPOSAL] <= iteration:
+        if words[c.DECISION] == c.COMMIT and not words[c.STOP] and 0 < words[c.PROPOSAL] <= iteration:
             words[c.PROPOSAL] = 0
 
     def tidy(self) -> None:

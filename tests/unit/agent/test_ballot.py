@@ -197,6 +197,22 @@ def test_what_is_given_up_needs_nothing_more(tmp_path: Path) -> None:
     assert page.words[c.PROPOSAL] == 0
 
 
+def test_a_stop_that_cannot_be_saved_is_a_stop_for_late_ranks_too(tmp_path: Path) -> None:
+    """One rank has failed before another one came to the iteration: alone it would train on for ever."""
+    page, ballot, seat = page_and_seat(tmp_path)
+    assert ballot.consider(Propose(epoch=1, iteration=5, stop=True)).yes
+    ballot.decide(Decide(epoch=1, commit=True, iteration=5, stop=True))
+    publish(seat, 4)
+    assert seat.look(4) is NOTHING
+    ballot.abandon(5)
+    publish(seat, 5)
+    assert seat.look(5).kind is Kind.SAVE_AND_STOP
+    assert seat.given_up == 5  # nobody waits for it
+    seat.acted(5)
+    ballot.tidy()
+    assert page.words[c.PROPOSAL] == 0
+
+
 def test_no_barrier_no_yes(tmp_path: Path) -> None:
     page, _, _ = page_and_seat(tmp_path)
 
