@@ -203,7 +203,12 @@ class Desk:
             try:
                 index = rank.slots.lease(lease.iteration, self._expendable, last_try=now >= until)
             except OSError as error:
-                index, reason = None, str(error)
+                index = None
+                # not the file's name: it is the directory that people can do something about
+                reason = (
+                    f"no slot can be given in {self._job_dir} of run {self._run_id}: {error.strerror or error}; make that "
+                    "directory and what is in it writable for this user, or set SLURM_RESIL_BB_ROOT to another one"
+                )
             if index is not None:
                 rank.lease = None
                 rank.send(p.Slot(iteration=lease.iteration, index=index))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slurm_resil.comm.base import from_os_error
 from slurm_resil.core.errors import TryAgainError
 
 BEAT_S = 1.0
@@ -42,7 +43,7 @@ class Lease:
 
     Raises:
         TryAgainError: Somebody else holds it.
-        OSError: The directory cannot be written.
+        ResilError: The directory cannot be written; names it and the mend.
     """
 
     def __init__(
@@ -58,8 +59,15 @@ class Lease:
         self._iteration = iteration
         self._token = secrets.token_hex(8)
         self._body = json.dumps({"token": self._token, "owner": owner, **_identity()}, sort_keys=True).encode()
-        while not self._create():
-            self._take_over(stop, stale_s)
+        try:
+            while not self._create():
+                self._take_over(stop, stale_s)
+        except OSError as error:
+            # the file's name would tell people nothing: it is the directory that they can do something about
+            refused = OSError(error.errno, error.strerror)
+            problem = from_os_error(refused, f"cannot drain iteration {iteration} into the run's directory {run_dir}")
+            problem.mend = "make it writable for this user and see that there is space, then drain again"
+            raise problem from error
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -75,7 +83,7 @@ class Lease:
             raise TryAgainError(
                 f"the drain of iteration {self._iteration} was taken over by {_name(seen[1]) if seen else 'somebody'}",
                 mend="wait for that one",
-                path=self._path,
+                run_dir=os.path.dirname(self._path),
             )
 
     def release(self) -> None:
@@ -119,8 +127,8 @@ class Lease:
             if now[0] != beat or stop():
                 raise TryAgainError(
                     f"iteration {self._iteration} is being drained by {_name(owner)}",
-                    mend="wait for that drain",
-                    path=self._path,
+                    mend="wait for that drain, or end that process",
+                    run_dir=os.path.dirname(self._path),
                 )
         aside = f"{self._path}.{self._token}.old"
         with contextlib.suppress(FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm_resil.comm.base import MAX_WRITE_BYTES
-from slurm_resil.core.errors import ConfigError, TryAgainError
+from slurm_resil.core.errors import ConfigError, ResilError, TryAgainError
 from slurm_resil.drain import hints, lease
 from slurm_resil.drain.collective import Options
 from slurm_resil.drain.throttle import Throttle
@@ -132,6 +133,27 @@ def test_lease_is_exclusive_and_beats(tmp_path, monkeypatch):
     first.release()
     other.release()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EIO])
+def test_lease_in_a_directory_that_refuses_names_the_directory_and_the_mend(tmp_path, monkeypatch, code):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code), lease.path(str(tmp_path), 5))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ResilError) as caught:
+        lease.Lease(str(tmp_path), 5)
+    text = str(caught.value)
+    assert f"iteration 5 into the run's directory {tmp_path}: {os.strerror(code)}; make it writable" in text
+    assert ".lease" not in text
+
+
+def test_lease_that_is_held_names_no_internal_file(tmp_path):
+    held = lease.Lease(str(tmp_path), 5, owner="job-9")
+    with pytest.raises(TryAgainError) as caught:
+        lease.Lease(str(tmp_path), 5, stale_s=30)
+    held.release()
+    assert ".lease" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_lease_of_a_process_that_is_gone_is_taken_at_once(tmp_path):
