@@ -145,7 +145,8 @@ class Agent:
             self._ballot.tidy()
         if self._survey_due and not self._desk.sealing:
             self._survey_due = False
-            self._tell(p.Survey(cycle=self._desk.cycle, shards=self._desk.survey(self._config.info.world_size)))
+            shards = self._desk.survey(self._config.info.world_size)
+            self._tell(p.Survey(cycle=self._desk.cycle, shards=shards, damaged=self._desk.damaged))
         notice = self.signals.poll(now)
         if notice is not None:
             event(log, "grace_signal", source=notice.source, kind=str(notice.kind))

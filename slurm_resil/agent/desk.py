@@ -74,6 +74,7 @@ class Desk:
         self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots)) for rank in ranks}
         self.cycle = -1
         self.sealed_all = self._restored = 0
+        self.damaged: list[tuple[int, int, str]] = []
         self._given_up: set[int] = set()
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
@@ -95,14 +96,23 @@ class Desk:
         return any(rank.sealing for rank in self.ranks.values())
 
     def survey(self, world_size: int) -> list[tuple[int, int]]:
-        """List the sealed shards that can be restored here, as (iteration, rank); take out what cannot."""
+        """List the sealed shards that can be restored here, as (iteration, rank); take out what cannot.
+
+        What is damaged is in ``damaged`` afterwards, as (iteration, rank, words with the place that it was moved to).
+        """
         found = []
+        self.damaged = []
         for iteration, by_rank in self._store.sealed().items():
             for owner, path in by_rank.items():
                 rank = self.ranks.get(owner)
                 if rank is None:
                     continue  # of a rank that is placed elsewhere now: of no use, and no harm
-                why = self._unusable(path, world_size)
+                try:
+                    why = self._unusable(path, world_size)
+                except DataError as error:
+                    words = f"{error.message}; {self._quarantine(iteration, owner, str(error))}"
+                    self.damaged.append((iteration, owner, words))
+                    continue
                 if why is None:
                     found.append((iteration, owner))
                 else:
@@ -114,13 +124,11 @@ class Desk:
             manifest = ShardManifest.load(path)
         except FileNotFoundError:
             return "it is gone"
-        except DataError as error:
-            return str(error)
         if (manifest.run_id, manifest.world_size) != (self._run_id, world_size):
             return f"it is of run {manifest.run_id} with {manifest.world_size} ranks"
         place = parse(manifest.slot)
         if place is None or place[0] != manifest.rank:
-            return f"it names the slot {manifest.slot!r}"
+            raise DataError(f"{path} names the slot {manifest.slot!r}, which is not this rank's")
         self.ranks[manifest.rank].slots.holds(place[1], manifest.iteration)
         return None
 
@@ -132,12 +140,15 @@ class Desk:
                 self._quarantine(iteration, owner, reason)
                 rank.slots.free(iteration)
 
-    def _quarantine(self, iteration: int, owner: int, reason: str) -> None:
-        event(log, "quarantined", level=logging.WARNING, iteration=iteration, rank=owner, why=reason)
+    def _quarantine(self, iteration: int, owner: int, reason: str) -> str:
+        """Take a shard out; returns words about where it is now."""
         try:
-            self._store.quarantine(iteration, owner, reason)
+            moved = self._store.quarantine(iteration, owner, reason)
         except (OSError, ResilError) as error:
             event(log, "not_quarantined", level=logging.ERROR, iteration=iteration, rank=owner, why=str(error))
+            return f"it could not be moved away: {error}"
+        event(log, "quarantined", level=logging.WARNING, iteration=iteration, rank=owner, why=reason, moved=moved)
+        return f"moved to {moved}" if moved else "it is gone"
 
     def continue_from(self, iteration: int) -> None:
         """Training goes on from an iteration: newer shards are of another past, and must not mix with what comes.
@@ -206,8 +217,8 @@ class Desk:
                 index = None
                 # not the file's name: it is the directory that people can do something about
                 reason = (
-                    f"no slot can be given in {self._job_dir} of run {self._run_id}: {error.strerror or error}; make that "
-                    "directory and what is in it writable for this user, or set SLURM_RESIL_BB_ROOT to another one"
+                    f"no slot can be given in {self._job_dir} of run {self._run_id}: {error.strerror or error}; make "
+                    "that directory and what is in it writable for this user, or set another SLURM_RESIL_BB_ROOT"
                 )
             if index is not None:
                 rank.lease = None

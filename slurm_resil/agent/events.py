@@ -37,6 +37,23 @@ class RestoreFailed(LeaderEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetAside(LeaderEvent):
+    """A shard is damaged.
+
+    Attributes:
+        iteration: Of which iteration.
+        rank: Whose.
+        words: What is wrong, and where it was moved.
+        instead: What is restored in its place.
+    """
+
+    iteration: int
+    rank: int
+    words: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SealedAll(LeaderEvent):
     """Every rank has sealed its shard of an iteration: level LOCAL."""
 

@@ -170,7 +170,7 @@ class Leader:
             case p.Beat():
                 node.report(message.newest, message.rate, now)
             case p.Survey() if message.cycle == self._cycle:
-                self._restoring.survey(place, message.shards)
+                self._restoring.survey(place, message.shards, message.damaged)
                 self._plan()
             case p.Loaded():
                 self._loaded(message)
@@ -292,6 +292,8 @@ class Leader:
         event(log, "plan", number=plan.number, iteration=plan.iteration, error=plan.error, cycle=self._cycle)
         self._saves = Saves(self._world, newest=plan.complete)
         self._hub.tell_all(plan)
+        for aside in self._restoring.set_aside(plan):
+            self.events.put(aside)
         if plan.error:
             failed = self._restoring.failed
             why, rank = (failed.reason, failed.rank) if failed is not None else (plan.error, None)

@@ -80,10 +80,14 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Survey(Message):
-    """Sealed shards of the node, as (iteration, rank) pairs, for the ranks that are placed there."""
+    """Sealed shards of the node, as (iteration, rank) pairs, for the ranks that are placed there.
+
+    ``damaged`` are those that were set aside, as (iteration, rank, words).
+    """
 
     cycle: int
     shards: list[tuple[int, int]]
+    damaged: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from slurm_resil.agent.events import SetAside
 from slurm_resil.agent.protocol import UNREADABLE, Loaded, Plan
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
 from slurm_resil.core import paths
@@ -33,6 +34,7 @@ class Restoring:
     def __init__(self, run_dir: str, nodes: int, ranks_per_node: int) -> None:
         self._run_dir, self._nodes, self._per_node = run_dir, nodes, ranks_per_node
         self.number = 0
+        self._damaged: list[tuple[int, int, str]] = []
         self._bad: dict[tuple[int, int], str] = {}  # kept over cycles: no artefact is tried twice
         self.start()
 
@@ -51,10 +53,16 @@ class Restoring:
         """The ranks of this cycle train already."""
         self.number, self.going = number, True
 
-    def survey(self, place: int, shards: Sequence[tuple[int, int]]) -> None:
-        """Hear which (iteration, rank) pairs a node has; those of ranks that are placed elsewhere do not count."""
+    def survey(
+        self, place: int, shards: Sequence[tuple[int, int]], damaged: Sequence[tuple[int, int, str]] = ()
+    ) -> None:
+        """Hear which (iteration, rank) pairs a node has; those of ranks that are placed elsewhere do not count.
+
+        ``damaged`` is what the node has set aside, with words.
+        """
         if self.going:
             return
+        self._damaged += damaged
         own = range(place * self._per_node, (place + 1) * self._per_node)
         for rank in own:
             self._shards[rank] = {iteration for iteration, owner in shards if owner == rank}
@@ -84,6 +92,16 @@ class Restoring:
             final=self.failed is not None and self.failed.outcome == "unfit",
         )
         return self.plan
+
+    def set_aside(self, plan: Plan) -> list[SetAside]:
+        """What nodes have set aside since the plan before, and what is restored instead."""
+        damaged, self._damaged = self._damaged, []
+        found = []
+        for iteration, rank, words in damaged:
+            place = {"local": "the burst buffer", "drained": self._run_dir, "fresh": ""}[plan.sources[rank]]
+            instead = f"iteration {plan.iteration} from {place}" if place else "nothing: the run starts afresh"
+            found.append(SetAside(iteration=iteration, rank=rank, words=words, instead=instead))
+        return found
 
     def loaded(self, rank: int) -> bool:
         """Hear that a rank has loaded the plan; True when it was the last one."""

@@ -22,5 +22,5 @@ class Store(Protocol):
             OSError: The file system refused.
         """
 
-    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
-        """Take a shard out of the candidates, and keep it."""
+    def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
+        """Take a shard out of the candidates, and keep it; returns where its manifest is now, None if it is gone."""

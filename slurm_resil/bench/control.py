@@ -34,8 +34,8 @@ class _Nothing:
     def seal(self, draft: ShardManifest) -> ShardManifest:
         return draft
 
-    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
-        pass
+    def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
+        return None
 
     def write(self, index: int, iteration: int) -> ShardManifest:
         raise AssertionError("nothing asks for a save")

@@ -39,9 +39,9 @@ class BurstBuffer:
 
         return seal(self._job_dir, draft)
 
-    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
+    def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """See Store."""
-        self._catalog.quarantine(iteration, rank, reason)
+        return self._catalog.quarantine(iteration, rank, reason)
 
 
 def placed(env: Mapping[str, str]) -> tuple[Place, tuple[str, ...]]:

@@ -53,6 +53,16 @@ class RestoreFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetAside(Event):
+    """A shard of a rank is damaged, and something else is restored."""
+
+    iteration: int
+    rank: int
+    words: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SealedAll(Event):
     """Every rank has sealed its shard of an iteration."""
 

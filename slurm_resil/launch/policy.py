@@ -141,6 +141,8 @@ class Policy:
             case m.RestoreFailed():
                 self.unfit = event.final
                 actions = [_report("restore_failed", why=event.why, words=event.words)]
+            case m.SetAside():
+                actions = [_report("set_aside", **vars(event))]
             case m.Noticed():
                 actions = self._noticed(event, now)
             case m.StopReached():

@@ -228,9 +228,10 @@ def place_ranks(allocation: Allocation, wishes: Wishes, run_dir: str) -> Layout:
         before = places.load(run_dir)
     except DataError as error:
         # ranks get new places, and are restored from wherever their shards are
-        event(log, "layout_set_aside", level=logging.ERROR, why=str(error))
+        moved = f"{paths.layout(run_dir)}.bad"
+        event(log, "layout_set_aside", level=logging.ERROR, why=str(error), moved=moved, instead="a new layout")
         with contextlib.suppress(OSError):
-            os.replace(paths.layout(run_dir), f"{paths.layout(run_dir)}.bad")
+            os.replace(paths.layout(run_dir), moved)
         before = None
     count = wishes.nodes or len(allocation.nodes)
     nodes = places.assign(before.nodes if before else (), allocation.nodes, count)

@@ -44,6 +44,7 @@ SPOKEN = {
     "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
     "restore": "the ranks start from iteration {iteration}",
     "restore_failed": "the ranks cannot start: {words}",
+    "set_aside": "WARNING: the shard of rank {rank}, iteration {iteration}, is damaged: {words}; restored is {instead}",
     "save_failed": "the checkpoint of iteration {iteration} failed: {words}",
     "durable": "iteration {iteration} is durable ({seconds} s)",
     "drain_failed": "the drain of iteration {iteration} failed: {words}",
@@ -194,6 +195,8 @@ class Supervisor:
             case e.RestoreFailed():
                 words = self._said_by(happened.rank, "cannot load its part") or happened.why
                 return m.RestoreFailed(why=happened.why, words=words, final=happened.final)
+            case e.SetAside():
+                return m.SetAside(**vars(happened))
             case e.SealedAll():
                 return m.SealedAll(iteration=happened.iteration)
             case e.SaveFailed():

@@ -53,9 +53,11 @@ class RawStore:
         faults.point("store.published")
         return manifest
 
-    def quarantine(self, iteration: int, rank: int, reason: str) -> None:
+    def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         source = paths.manifest(self.job_dir, iteration, rank)
-        os.replace(source, os.path.join(self.job_dir, "lost", os.path.basename(source)))
+        target = os.path.join(self.job_dir, "lost", os.path.basename(source))
+        os.replace(source, target)
+        return target
 
 
 class RawState:

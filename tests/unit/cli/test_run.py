@@ -64,6 +64,21 @@ def test_a_checkpoint_of_another_model_is_tried_once_and_told_once(work: Path) -
 
 
 @pytest.mark.torch
+def test_a_damaged_manifest_is_named_with_its_new_place_and_what_is_used_instead(work: Path) -> None:
+    assert run(work, sys.executable, "train.py", "3").returncode == 0
+    (manifest,) = work.glob("bb/job-*/manifests/0000000004-000000.json")
+    manifest.write_text("torn {")
+    done = run(work, sys.executable, "train.py", "3")
+    assert done.returncode == 0
+    (line,) = [line for line in done.stderr.splitlines() if "is damaged" in line]
+    (lost,) = manifest.parent.glob("lost/*-000000.json.*[0-9]")
+    assert "rank 0, iteration 4" in line and str(manifest) in line and f"moved to {lost}" in line
+    assert f"restored is iteration 4 from {work / 'pfs' / 'r'}" in line
+    (event,) = events(work, "set_aside")
+    assert str(lost) in str(event["words"])
+
+
+@pytest.mark.torch
 def test_a_save_that_failed_is_told_once(work: Path) -> None:
     done = run(work, sys.executable, "train.py", "3", "odd")
     assert done.returncode == 0
