@@ -53,7 +53,7 @@ class AgentStarter:
             )
         self._pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "slurm_resil", "agent"],
+            [sys.executable, "-m", "slurm_resil", "agent", "serve"],
             self._environment(),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

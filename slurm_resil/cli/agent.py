@@ -15,7 +15,7 @@ from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.setup import AgentConfig
 from slurm_resil.agent.store import Store
 from slurm_resil.core import log
-from slurm_resil.core.errors import ConfigError
+from slurm_resil.core.errors import ConfigError, UsageError
 from slurm_resil.format.manifest import ShardManifest
 from slurm_resil.launch.rank import LAYOUT, read_layout
 
@@ -118,8 +118,18 @@ def own_address(env: Mapping[str, str]) -> str:
     return address
 
 
-@click.command()
-def agent() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def agent(context: click.Context) -> None:
+    """The agent of a node: started by `slurm-resil run`, or by a rank where there is no launcher."""
+    if context.invoked_subcommand is None:
+        raise UsageError(
+            "the agent is not started by hand", mend="`slurm-resil run -- COMMAND` starts one on each node"
+        )
+
+
+@agent.command()
+def serve() -> None:
     """Serve the ranks of this node. Everything comes from the environment, see the launcher."""
     log.configure()
     place, nodes = placed(os.environ)

@@ -202,7 +202,7 @@ def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
 
 def agent_args(job: Job) -> list[str]:
     """The agent itself, without a launcher."""
-    return [job.python, "-m", "slurm_resil", "agent"]
+    return [job.python, "-m", "slurm_resil", "agent", "serve"]
 
 
 def agents(job: Job, cycle: int, nodes: Sequence[str]) -> Command:

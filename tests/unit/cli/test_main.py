@@ -95,3 +95,8 @@ def test_a_wrong_option_in_json() -> None:
     done = run("ckpt", "ls", "--json", "--nope")
     assert done.returncode == 2
     assert json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_an_agent_that_a_person_starts_is_a_wrong_call() -> None:
+    done = run("agent")
+    assert done.returncode == 2 and "slurm-resil run" in done.stderr
