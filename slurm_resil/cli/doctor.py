@@ -1,7 +1,7 @@
 """``slurm-resil doctor``: what works here, and the mend for what does not. Changes nothing.
 
-Each check runs in a thread of its own with a time limit: a file server or a daemon that hangs is ``unknown``, and the
-rest is still told.
+Each check runs in a thread of its own, all at the same time and with one time limit: a file server or a daemon that
+hangs is ``unknown``, whoever asks it, and the rest is still told.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -250,11 +251,17 @@ _ASK = dict.fromkeys(("slurm", "slurmctld", "requeue", "spank"), _SLURM_CONF) | 
 
 
 def examine(here: Here, checks: Mapping[str, Callable[[Here], Answer]], *, limit_s: float = LIMIT_S) -> list[Finding]:
-    """Run checks one after the other, each for a limited time."""
-    return [_one(name, check, here, limit_s) for name, check in checks.items()]
+    """Run checks beside each other, all of them together for a limited time."""
+    end = time.monotonic() + limit_s
+    running = {name: _start(name, check, here) for name, check in checks.items()}
+    findings = []
+    for name, (thread, answers) in running.items():
+        thread.join(max(0.0, end - time.monotonic()))
+        findings.append(_found(name, answers, limit_s))
+    return findings
 
 
-def _one(name: str, check: Callable[[Here], Answer], here: Here, limit_s: float) -> Finding:
+def _start(name: str, check: Callable[[Here], Answer], here: Here) -> tuple[threading.Thread, list[Answer]]:
     answers: list[Answer] = []
 
     def body() -> None:
@@ -269,7 +276,10 @@ def _one(name: str, check: Callable[[Here], Answer], here: Here, limit_s: float)
 
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
-    thread.join(limit_s)
+    return thread, answers
+
+
+def _found(name: str, answers: list[Answer], limit_s: float) -> Finding:
     if not answers:
         return Finding(check=name, result=UNKNOWN, found=f"no answer in {limit_s:g} s")
     result, found, mend = answers[0]

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,21 @@ def test_one_that_hangs_or_breaks_does_not_stop_the_others() -> None:
     assert [entry.result for entry in found] == ["unknown", "unknown", "bad", "ok"]
     assert [entry.found for entry in found] == ["no answer in 0.2 s", "RuntimeError: oops", "no", "fine"]
     assert found[2].mend == "do this"
+
+
+def test_all_that_hang_cost_one_time_limit_together() -> None:
+    over = threading.Event()
+
+    def hangs(_: doctor.Here) -> doctor.Answer:
+        over.wait(30)
+        return doctor.OK, "", ""
+
+    began = time.monotonic()
+    found = doctor.examine(here(), dict.fromkeys("abcdefgh", hangs), limit_s=1.0)
+    spent = time.monotonic() - began
+    over.set()
+    assert [entry.result for entry in found] == ["unknown"] * 8
+    assert spent < 4.0
 
 
 @pytest.mark.parametrize(("results", "code"), [(("ok",), 0), (("ok", "unknown"), 69), (("unknown", "bad"), 1)])
