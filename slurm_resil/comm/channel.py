@@ -14,6 +14,7 @@ limit, and a peer that is gone without a word is noticed by TCP (``TCP_USER_TIME
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import logging
@@ -28,7 +29,7 @@ from typing import Any
 
 from slurm_resil.comm.auth import KEY_BYTES, PURPOSE, Auth
 from slurm_resil.core import units
-from slurm_resil.core.errors import NotPermittedError, ResilError, ServiceError, UsageError
+from slurm_resil.core.errors import ConfigError, NotPermittedError, ResilError, ServiceError, UsageError
 from slurm_resil.core.log import event
 
 MAX_BYTES = 16 << 20  # of a message
@@ -36,6 +37,7 @@ _HELLO_BYTES = 64 << 10  # of a handshake line: the peer is not known yet
 _MAC_CHARS = 32
 HANDSHAKE_S = 5.0
 SILENT_PEER_MS = 10_000
+_OWN_ADDRESS = "name one address of this host, as `ip -brief address` shows them"
 log = logging.getLogger(__name__)
 
 
@@ -239,6 +241,21 @@ def connect(address: str, *, auth: Auth, server_uids: Collection[int], timeout_s
         raise
 
 
+def _not_listening(host: str, port: int, error: OSError) -> ResilError:
+    """Our error for an address that cannot be listened on."""
+    if error.errno is not None and error.errno < 0:  # of the name service; the socket module makes an OSError of it
+        return ConfigError(f"cannot listen on {host}:{port}: nobody knows the name {host}", mend=_OWN_ADDRESS)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"cannot listen on {host}:{port}: that is no address of this host", mend=_OWN_ADDRESS)
+    if error.errno == errno.EADDRINUSE:
+        mend = f"`ss -ltnp sport = :{port}` shows who has it: end that process, or take another port"
+        return ServiceError(f"cannot listen on {host}:{port}: another process does", mend=mend)
+    if error.errno == errno.EACCES:
+        mend = "take a port from 1024 on, or be root"
+        return NotPermittedError(f"cannot listen on {host}:{port}: {os.strerror(error.errno)}", mend=mend)
+    return ServiceError(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}")
+
+
 class Server:
     """Accept connections; each gets a thread that runs the handshake and then ``handler``.
 
@@ -271,14 +288,14 @@ class Server:
         name: str = "channel",
     ) -> None:
         if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused here
-            raise ServiceError("a server must be bound to one address of this node", host=host)
+            raise ConfigError(f"{host!r} is every address of this host: one is needed", mend=_OWN_ADDRESS)
         self._handler, self._auth, self._uids, self._name = handler, auth, uids, name
         self._limit, self._limit_per_host, self._max_bytes = limit, limit_per_host or limit, max_bytes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=4096)
         except OSError as error:
-            raise ServiceError(f"cannot listen on {host}:{port}: {error}", host=host, port=port) from error
+            raise _not_listening(host, port, error) from error
         bound = self._listener.getsockname()
         self.address = f"[{bound[0]}]:{bound[1]}" if family == socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
         self._open: dict[Channel, str] = {}  # and the address that it comes from

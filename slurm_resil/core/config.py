@@ -309,6 +309,12 @@ def load(env: Mapping[str, str], path: str | None = None) -> Site:
             mend=f"write it, or leave out --site and {PATH_VARIABLE}: the defaults work without a file",
             path=where,
         ) from error
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"{where} is a directory, not the site's configuration",
+            mend=f"name the file in it, as in {os.path.join(where, 'site.toml')}",
+            path=where,
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"cannot read {where}: {error.strerror}", mend="make it readable for all", path=where
@@ -317,8 +323,25 @@ def load(env: Mapping[str, str], path: str | None = None) -> Site:
         text = raw.decode()
         document = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{where} is not TOML", faults=(f"{where}: {error}",), path=where) from error
+        mend = 'a line is key = value below a [section]; texts, times and sizes are in quotes, as in lead = "90s"'
+        raise ConfigError(
+            f"{where} is not TOML", mend=mend, faults=(_misread(raw, error, where),), path=where
+        ) from error
     return parse(document, where)
+
+
+def _misread(raw: bytes, error: UnicodeDecodeError | tomllib.TOMLDecodeError, where: str) -> str:
+    """Say where a file stopped being TOML, and show that line."""
+    words = str(error)
+    if isinstance(error, UnicodeDecodeError):
+        line, words = raw.count(b"\n", 0, error.start) + 1, "it is not UTF-8"
+    elif place := re.search(r" \(at line (\d+), column \d+\)", words):
+        line, words = int(place[1]), words.replace(place[0], "")
+    else:
+        line = len(raw.splitlines())  # "at end of document"
+    lines = raw.splitlines()
+    shown = lines[line - 1].decode(errors="replace").strip() if 0 < line <= len(lines) else ""
+    return f"{where}, line {line}: {words}, at {shown!r}"
 
 
 def parse(document: Mapping[str, object], path: str) -> Site:

@@ -61,15 +61,18 @@ class Engine:
         self._threads: list[threading.Thread] = []
 
     def start(self, host: str, port: int, auth: Auth) -> Server:
-        """Listen, and go on with what an earlier engine left."""
-        if self._mode == "act":
-            for incident in self._store.incidents():
-                if not incident.outcome:
-                    self._begin(incident)
-        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
-        return Server(
+        """Listen, and go on with what an earlier engine left.
+
+        In this order: whoever cannot listen, because another engine does, must not act beside it.
+        """
+        left = [incident for incident in self._store.incidents() if not incident.outcome]
+        server = Server(
             host, port, self._serve, auth=auth, limit_per_host=PER_HOST, max_bytes=REQUEST_BYTES, name="engine"
         )
+        for incident in left if self._mode == "act" else ():
+            self._begin(incident)
+        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
+        return server
 
     def stop(self) -> None:
         """End; what is not finished is gone on with by the next engine."""

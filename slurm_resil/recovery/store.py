@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from slurm_resil.core.errors import DataError
+from slurm_resil.core.errors import DataError, missing_path
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS incidents (
@@ -63,6 +64,7 @@ class Store:
 
     Raises:
         DataError: It is something else, or damaged.
+        ConfigError: There is no such directory.
     """
 
     def __init__(self, path: str, *, readonly: bool = False) -> None:
@@ -80,6 +82,10 @@ class Store:
                     self._db.execute(f"PRAGMA {pragma}")
                 self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
+            directory = os.path.dirname(os.path.abspath(path))
+            if not os.path.isdir(directory):
+                mend = f"mkdir -m 700 {directory}, or name another --db"
+                raise missing_path(directory, "the directory of the engine's database,", mend) from error
             raise DataError(f"{path} is no database of the engine: {error}", path=path) from error
 
     def close(self) -> None:

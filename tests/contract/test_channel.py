@@ -28,7 +28,7 @@ from slurm_resil.comm.channel import (
     pair,
 )
 from slurm_resil.comm.munge import Munge, socket_path
-from slurm_resil.core.errors import NotPermittedError, ServiceError
+from slurm_resil.core.errors import ConfigError, NotPermittedError, ServiceError
 
 MUNGED = shutil.which("munged", path="/usr/sbin:/usr/bin")
 ME = frozenset({os.getuid()})
@@ -266,7 +266,7 @@ def test_nobody_there() -> None:
 
 
 def test_all_addresses_are_refused(auth: Auth) -> None:
-    with pytest.raises(ServiceError, match="one address"):
+    with pytest.raises(ConfigError, match="one is needed"):
         Server("0.0.0.0", 0, echo, auth=auth)
 
 

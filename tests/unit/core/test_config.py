@@ -88,19 +88,6 @@ def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path) -> None
     assert config.load(env, str(tmp_path / "b")).schedule.every == 2
 
 
-@pytest.mark.parametrize("raw", [b"[burst_buffer\n", b"\xff\xfe", b'a = "\n'])
-def test_what_is_not_toml_is_told_with_its_place(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "site.toml").write_bytes(raw)
-    with pytest.raises(ConfigError, match="is not TOML") as caught:
-        config.load({}, str(tmp_path / "site.toml"))
-    assert len(caught.value.faults) == 1
-
-
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        config.load({}, str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("text", "key", "read"),
     [
@@ -185,3 +172,31 @@ def test_every_example_is_valid(tmp_path: Path) -> None:
         lines += [f"{key} = {field.metadata['example']}" for key, field in config.keys(section).items()]
     made = site(tmp_path, "\n".join(lines))
     assert made.schedule.lead_s == 90
+
+
+@pytest.mark.parametrize(
+    ("raw", "where", "shown"),
+    [
+        (b"[drain]\ncap = 1GB/s\n", "line 2", "cap = 1GB/s"),
+        (b"[drain]\n\n[drain\n", "line 3", "[drain"),
+        (b"[burst_buffer\n", "line 1", "[burst_buffer"),
+        (b"\xff\xfe", "line 1", "it is not UTF-8"),
+        (b'a = "\n', "line 1", "a ="),
+        (b"[drain]\n\n# \xff\n", "line 3", "it is not UTF-8"),
+        (b'[drain]\ncap = "1GB/s', "line 2", 'cap = "1GB/s'),
+    ],
+)
+def test_what_is_no_toml_is_told_with_its_line_and_a_mend(tmp_path: Path, raw: bytes, where: str, shown: str) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match="is not TOML") as caught:
+        config.load({}, str(path))
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{path}, {where}: ") and shown in fault
+    assert "in quotes" in caught.value.mend
+
+
+def test_a_directory_is_told_with_the_file_that_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load({"SLURM_RESIL_SITE": str(tmp_path)})
+    assert str(caught.value).startswith(f"{tmp_path} is a directory") and f"{tmp_path}/site.toml" in caught.value.mend
