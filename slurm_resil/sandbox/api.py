@@ -243,13 +243,13 @@ class Sandbox:
         with locked(self.layout):
             self.host.wipe(node)
 
-    def node_restore(self, node: str, *, resume: bool = False, timeout_s: float = 60.0) -> None:
+    def node_restore(self, node: str, *, resume: bool = False, timeout_s: float = 120.0) -> None:
         """Heal the link and start the node if it is dead; returns when Slurm calls it usable.
 
         Args:
             node: Its name.
             resume: Also take it out of DOWN or DRAIN.
-            timeout_s: How long Slurm may take.
+            timeout_s: How long Slurm may take; it looks after silent nodes seldom, a quiet machine needs 40 s.
 
         Raises:
             ServiceError: Slurm took longer.
