@@ -42,3 +42,21 @@ def hooks(repeats: int, as_json: bool) -> None:
     from slurm_resil.bench.hooks import measure
 
     measure(repeats=repeats).show(as_json=as_json)
+
+
+@bench.command()
+@click.option("--size-mib", type=click.IntRange(min=1), default=1024, show_default=True, help="Size of the state.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--dir", "directory", type=click.Path(exists=True, file_okay=False), help="Where to save.  [/dev/shm]")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also torch.save and DCP.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def save(size_mib: int, dtype: str, repeats: int, directory: str | None, peers: bool, as_json: bool) -> None:
+    """What a save costs the training, against a plain copy, torch.save and DCP."""
+    import torch
+
+    from slurm_resil.bench.save import measure
+
+    type_ = getattr(torch, dtype)
+    result = measure(size_bytes=size_mib << 20, repeats=repeats, dtype=type_, directory=directory, peers=peers)
+    result.show(as_json=as_json)

@@ -1,0 +1,209 @@
+"""What a save costs the training, against a plain copy of the same tensors and against what torch itself has.
+
+A real agent seals beside it. Training, which is this process, is kept on one core with one thread, the agent and other
+helpers on another one where there is one; slots and the peers' files are in the same directory. Each repeat measures
+everything once, in turn, so that a busy machine is unfair to nobody; medians are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+import xxhash
+from torch import nn
+
+from slurm_resil.bench.result import BenchResult
+from slurm_resil.core import paths
+from slurm_resil.core.errors import ResilError
+from slurm_resil.session import Checkpointer
+
+FEW, MANY = 200, 20_000  # tensors
+JOB = 1
+_WARM = 4  # saves until every slot has been used once
+_SEALED_S = 120.0
+
+
+def _model(size_bytes: int, tensors: int, dtype: torch.dtype) -> nn.Module:
+    count = max(1, size_bytes // tensors // dtype.itemsize)
+    model = nn.Module()
+    for index in range(tensors):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.randn(count).to(dtype)))
+    return model
+
+
+@contextlib.contextmanager
+def _cores() -> Iterator[Callable[[bool], None]]:
+    """Yields what moves this process to the core of the training (True) or of the helpers that it starts (False)."""
+    before, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def move(training: bool) -> None:
+        os.sched_setaffinity(0, {before[0] if training else before[-1]})
+
+    try:
+        yield move
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _copy(targets: Sequence[torch.Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, model.parameters(), strict=True):
+            target.copy_(source)
+
+
+def _hash_slot(job_dir: str, size_bytes: int) -> None:
+    """Hash as many bytes as a seal does, from the page cache, as the seal does it."""
+    with open(paths.slot(job_dir, 0, 0), "rb") as file:
+        state, left = xxhash.xxh3_128(), size_bytes
+        buffer = memoryview(bytearray(16 << 20))
+        while left > 0 and (got := file.readinto(buffer)):
+            state.update(buffer[: min(got, left)])
+            left -= got
+
+
+class _Peers:
+    """What torch itself has.
+
+    Args:
+        model: The model.
+        directory: Where to save.
+    """
+
+    def __init__(self, model: nn.Module, directory: str) -> None:
+        self._model, self._directory = model, directory
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """DCP's asynchronous saves want a process group, of one here."""
+        import torch.distributed as dist
+
+        file = os.path.join(self._directory, "store")
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def _path(self, name: str) -> str:
+        path = os.path.join(self._directory, name)
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def torch_save(self) -> float:
+        """Save with ``torch.save``."""
+        path = os.path.join(self._directory, "torch.pt")
+        return _seconds(lambda: torch.save(self._model.state_dict(), path))
+
+    def dcp(self) -> float:
+        """Save with ``dcp.save``."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        path = self._path("dcp")
+        return _seconds(lambda: save({"model": self._model.state_dict()}, checkpoint_id=path))
+
+    def dcp_async(self) -> float:
+        """Time that ``dcp.async_save`` keeps the caller."""
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        path = self._path("dcp-async")
+        began = time.perf_counter()
+        handle = async_save({"model": self._model.state_dict()}, checkpoint_id=path)
+        took = time.perf_counter() - began
+        if isinstance(handle, Future):
+            handle.result()
+        return took
+
+
+def _samples(
+    work: str, size_bytes: int, tensors: int, dtype: torch.dtype, repeats: int, *, peers: bool
+) -> dict[str, list[float]]:
+    model = _model(size_bytes, tensors, dtype)
+    targets = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    found: dict[str, list[float]] = {}
+    peer = _Peers(model, work)
+    bb_root = os.path.join(work, "bb")
+    os.makedirs(bb_root)
+    env = {
+        "SLURM_RESIL_RUN_ID": "bench",
+        "SLURM_RESIL_BB_ROOT": bb_root,
+        "SLURM_RESIL_PREFIX": os.path.join(work, "pfs"),
+    }
+    with _cores() as training, contextlib.ExitStack() as stack:
+        if peers:
+            stack.enter_context(peer.ready())
+        training(False)
+        checkpointer = stack.enter_context(Checkpointer.from_env({"model": model}, strict=True, env=env))
+        checkpointer.restore()
+        (job_dir,) = (os.path.join(bb_root, name) for name in os.listdir(bb_root))
+        training(True)
+        for number in range(1, _WARM + repeats + 1):
+            samples = {"copy": _seconds(lambda: _copy(targets, model))}
+            samples["save"] = _seconds(functools.partial(checkpointer.save, number))
+            began = time.perf_counter()
+            if not checkpointer.wait(timeout_s=_SEALED_S):
+                raise ResilError(f"a save was not sealed: {checkpointer.last_error}")
+            samples["seal"] = time.perf_counter() - began
+            samples["hash"] = _seconds(lambda: _hash_slot(job_dir, size_bytes))
+            if peers and number > _WARM:
+                samples |= {"torch": peer.torch_save(), "dcp": peer.dcp(), "dcp_async": peer.dcp_async()}
+            if number == 1:
+                found["first"] = [samples["save"]]
+            if number > _WARM:
+                for name, value in samples.items():
+                    found.setdefault(name, []).append(value)
+    return found
+
+
+def measure(
+    *,
+    size_bytes: int,
+    repeats: int = 7,
+    dtype: torch.dtype = torch.float32,
+    directory: str | None = None,
+    peers: bool = True,
+) -> BenchResult:
+    """Measure.
+
+    Args:
+        size_bytes: Size of the state.
+        repeats: Of everything.
+        dtype: Type of the tensors.
+        directory: Where slots and the peers' files go; default: ``/dev/shm``.
+        peers: Whether to measure torch's own ways, too.
+
+    Raises:
+        ResilError: A save failed.
+    """
+    ratios: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    place = directory or ("/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108 - a fresh directory in it
+    for tensors, suffix in ((FEW, ""), (MANY, "_many")):
+        with tempfile.TemporaryDirectory(prefix="resil-bench.", dir=place) as work, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about its own formats
+            samples = _samples(work, size_bytes, tensors, dtype, repeats, peers=peers and not suffix)
+        middle = {name: statistics.median(values) for name, values in samples.items()}
+        ratios[f"save.eager_copy{suffix}"] = middle["save"] / middle["copy"]
+        ratios[f"save.seal_hash{suffix}"] = middle["seal"] / middle["hash"]
+        for name in ("torch", "dcp", "dcp_async"):
+            if name in middle:
+                ratios[f"save.peer_{name}"] = middle["save"] / middle[name]
+        figures |= {f"{name}{suffix}_s": value for name, value in middle.items()}
+    return BenchResult(bench="save", size_bytes=size_bytes, repeats=repeats, ratios=ratios, figures=figures)
