@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 class StateStore(Protocol):
     """How one rank's state gets into a slot and back."""
 
-    def write(self, index: int, iteration: int) -> ShardManifest:
-        """Copy the state as it is now into a slot; returns the manifest without hashes."""
+    def write(self, index: int, iteration: int) -> str:
+        """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""
 
     def load_local(self, iteration: int) -> None:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
@@ -49,17 +49,20 @@ class _SlotStore:
     """The real one."""
 
     def __init__(self, place: Place, state: Mapping[str, object], slots: int, private: Private) -> None:
+        from slurm_resil.ckpt.memo import Memo
         from slurm_resil.ckpt.snapshot import Arena
 
         self._place, self._state, self._private = place, state, private
         self._arena = Arena(place.job_dir, place.rank, slots=slots)
+        self._memo = Memo()
 
-    def write(self, index: int, iteration: int) -> ShardManifest:
-        from slurm_resil.ckpt.state import flatten
+    def write(self, index: int, iteration: int) -> str:
+        from slurm_resil.ckpt.flatten import flatten
 
         place = self._place
-        flat = flatten(self._state)
-        return self._arena.write(index, flat, iteration=iteration, run=place.info, node=place.node)
+        flat = flatten(self._state, self._memo)
+        manifest = self._arena.write(index, flat, iteration=iteration, run=place.info, node=place.node)
+        return self._arena.draft(manifest, flat)
 
     def load_local(self, iteration: int) -> None:
         from slurm_resil.ckpt.restore import restore_local
@@ -362,7 +365,7 @@ class Checkpointer:
             except ServiceError as error:
                 raise TryAgainError(error.message, mend=error.mend) from error
             draft = self._store.write(index, iteration)
-            self._link.seal(iteration, draft.to_bytes().decode())
+            self._link.seal(iteration, draft)
         except TryAgainError as error:
             self._link.give_up(iteration, error.message)
             self._failed(iteration, error.message)

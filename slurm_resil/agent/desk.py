@@ -19,6 +19,7 @@ from slurm_resil.comm.channel import Channel, ChannelClosedError
 from slurm_resil.core import faults
 from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.log import event
+from slurm_resil.format import draft as drafts
 from slurm_resil.format.manifest import ShardManifest
 
 SEALERS = 2  # threads that hash
@@ -32,6 +33,7 @@ class Rank:
 
     rank: int
     slots: Slots
+    descriptions: drafts.Descriptions
     channel: Channel | None = None
     left: bool = False
     outcome: p.Loaded | None = None
@@ -71,7 +73,7 @@ class Desk:
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._job_dir, self._run_id, self._store, self._tell, self._later = job_dir, run_id, store, tell, later
-        self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots)) for rank in ranks}
+        self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots), drafts.Descriptions(job_dir)) for rank in ranks}
         self.cycle = -1
         self.sealed_all = self._restored = 0
         self.damaged: list[tuple[int, int, str]] = []
@@ -241,7 +243,7 @@ class Desk:
                 rank.send(p.ShardSealed(iteration=iteration))
             return
         try:
-            draft = ShardManifest.from_bytes(seal.draft.encode(), where=f"the draft of rank {rank.rank}")
+            draft = drafts.read(seal.draft, f"the draft of rank {rank.rank}")
             place = parse(draft.slot)
             if (draft.rank, draft.iteration, draft.run_id) != (rank.rank, iteration, self._run_id):
                 raise DataError(f"the draft is of run {draft.run_id} rank {draft.rank} iteration {draft.iteration}")
@@ -251,14 +253,14 @@ class Desk:
             self._seal_failed(rank, iteration, str(error))
             return
         began = time.monotonic()
-        future = rank.sealing[iteration] = self._pool.submit(self._hash, draft)
+        future = rank.sealing[iteration] = self._pool.submit(self._hash, rank, draft)
         done_call = functools.partial(self._sealed, rank, iteration, draft.costs_s, began, self.cycle)
         future.add_done_callback(lambda future: self._later(lambda: done_call(future)))
 
-    def _hash(self, draft: ShardManifest) -> ShardManifest:
+    def _hash(self, rank: Rank, draft: drafts.Draft) -> ShardManifest:
         """Thread of the pool."""
         faults.point("agent.seal")
-        return self._store.seal(draft)
+        return self._store.seal(rank.descriptions.complete(draft))
 
     def _sealed(
         self,

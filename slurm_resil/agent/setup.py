@@ -55,7 +55,7 @@ def prepare(job_dir: str, info: RunInfo) -> None:
     """
     root = os.path.dirname(job_dir)
     try:
-        for name in ("", "slots", "manifests", "durable", "pins", "lost"):
+        for name in ("", "slots", "described", "manifests", "durable", "pins", "lost"):
             os.makedirs(os.path.join(job_dir, name), mode=0o700, exist_ok=True)
         fsio.write_json(
             paths.run_info(job_dir),

@@ -106,6 +106,7 @@ class Lanes:
         self._make = make
         self._lanes: dict[torch.device, Lane] = {}
         self._started: set[torch.device] = set()
+        self.batches = make is make_lane  # whether host memory needs no lane
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy with the lane of the source's device."""
@@ -116,6 +117,11 @@ class Lanes:
             self._lanes[device].start()
             self._started.add(device)
         self._lanes[device].copy(target, source)
+
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy what is in host memory already; one call, during which other threads may run."""
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def finish(self) -> None:
         """Return when all copies are done."""

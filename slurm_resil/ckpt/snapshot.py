@@ -9,17 +9,19 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from slurm_resil.ckpt import dtypes
 from slurm_resil.ckpt.device import Lanes, Registered
-from slurm_resil.ckpt.state import Array, Flat, FlatItem
+from slurm_resil.ckpt.flat import Flat, FlatItem
+from slurm_resil.ckpt.state import Array
 from slurm_resil.core import paths
 from slurm_resil.core.errors import ConfigError, DataError, SpaceError, missing_path
 from slurm_resil.core.model import RunInfo
-from slurm_resil.format import container, layout
+from slurm_resil.format import container, draft, layout
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import Item, ShardManifest
 
@@ -33,10 +35,12 @@ _STRUCTURE_BYTES = 1024  # more than HDF5 needs to describe one dataset, names i
 class _Slot:
     """A slot that is laid out and mapped."""
 
-    signature: object
+    flat_items: tuple[FlatItem, ...]
+    items: tuple[Item, ...]
     map: mmap.mmap
-    offsets: tuple[int | None, ...]
     targets: list[torch.Tensor | Array | None]  # views of the map, one for each item; None for empty ones
+    segments: tuple[Any, ...] | None = None  # that its description has
+    description: str = ""  # its hash
 
 
 class Arena:
@@ -58,6 +62,7 @@ class Arena:
         self._lanes = lanes or Lanes()
         self._registered = Registered()
         self._generation = 0
+        self._written: dict[int, int] = {}  # iteration -> slot
 
     def write(self, index: int, flat: Flat, *, iteration: int, run: RunInfo, node: str) -> ShardManifest:
         """Copy a state into a slot. When it returns, every tensor of the state may be overwritten.
@@ -88,6 +93,7 @@ class Arena:
         stamps.begin(slot.map, stamp)
         self._copy(slot, flat)
         stamps.end(slot.map, stamp)
+        self._written = {at: other for at, other in self._written.items() if other != index} | {iteration: index}
         costs = {"copy": time.perf_counter() - laid_out, "layout": laid_out - started}
         return ShardManifest(
             run_id=run.run_id,
@@ -99,11 +105,24 @@ class Arena:
             node=node,
             slot=os.path.basename(paths.slot(self._job_dir, self._rank, index)),
             generation=stamp.generation,
-            items=tuple(_items(flat, slot.offsets)),
+            items=slot.items,
             values=flat.values,
             created_s=time.time(),
             costs_s=costs,
         )
+
+    def draft(self, manifest: ShardManifest, flat: Flat) -> str:
+        """What the agent needs to seal a slot that was just written, see :mod:`slurm_resil.format.draft`.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        index = self._written[manifest.iteration]
+        slot = self._slots[index]
+        if slot.segments is not flat.segments:
+            slot.description = draft.describe(self._job_dir, manifest.slot, slot.items, flat.segments)
+            slot.segments = flat.segments
+        return draft.to_wire(manifest, slot.description, flat.segments)
 
     def prepare(self, flat: Flat, indices: tuple[int, ...] | None = None) -> None:
         """Lay slots out before they are needed, so that the first saves are as fast as the later ones.
@@ -125,16 +144,22 @@ class Arena:
             self._unmap(index)
 
     def _copy(self, slot: _Slot, flat: Flat) -> None:
+        to_host: list[torch.Tensor] = []
+        from_host: list[torch.Tensor] = []
         with torch.no_grad():
             try:
-                for item, target in zip(flat.items, slot.targets, strict=True):
-                    source = item.source
+                for source, target in zip(flat.sources, slot.targets, strict=True):
                     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
-                        if source.device.type == "cuda":
+                        if source.is_cpu and self._lanes.batches:
+                            to_host.append(target)
+                            from_host.append(source)
+                            continue
+                        if source.is_cuda:
                             self._registered.add(slot.map)
                         self._lanes.copy(target, source)
                     elif isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
                         np.copyto(target, source, casting="no")
+                self._lanes.copy_all(to_host, from_host)  # while the devices copy
             finally:
                 self._lanes.finish()
 
@@ -145,28 +170,27 @@ class Arena:
             with open(path, "rb") as file:
                 stamp = stamps.read(file.read(stamps.BYTES), where=path)
             manifest = paths.manifest(self._job_dir, stamp.iteration, self._rank)
-            if ShardManifest.load(manifest).slot == os.path.basename(path):
+            # nobody else writes this rank's slots, and to read the manifest of a large state takes a while
+            mine = self._written.get(stamp.iteration) == index
+            if mine or ShardManifest.load(manifest).slot == os.path.basename(path):
                 os.unlink(manifest)
 
     def _laid_out(self, index: int, flat: Flat) -> _Slot:
-        signature = tuple(
-            (item.name, item.dtype, item.shape, item.sharing, item.global_shape, item.extents) for item in flat.items
-        )
         slot = self._slots.get(index)
         path = paths.slot(self._job_dir, self._rank, index)
-        if slot is not None and slot.signature == signature and os.path.exists(path):
+        if slot is not None and self._fits(index, flat) and os.path.exists(path):
             return slot
         self._unmap(index)
         with self._refusals(flat):
             self._make_directory()
-            self._check_space(index, flat, signature)
+            self._check_space(index, flat)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             temp = f"{path}.tmp"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temp)
             try:
-                slot = self._create(temp, flat, signature)
+                slot = self._create(temp, flat)
                 os.replace(temp, path)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
@@ -175,7 +199,7 @@ class Arena:
         self._slots[index] = slot
         return slot
 
-    def _create(self, path: str, flat: Flat, signature: object) -> _Slot:
+    def _create(self, path: str, flat: Flat) -> _Slot:
         skeleton = container.create_skeleton(
             path,
             [_spec(item) for item in flat.items],
@@ -190,8 +214,10 @@ class Arena:
         finally:
             os.close(fd)
         _prefault(map_)
-        targets = [_target(map_, item, at) for item, at in zip(flat.items, skeleton.offsets, strict=True)]
-        return _Slot(signature=signature, map=map_, offsets=skeleton.offsets, targets=targets)
+        rows = zip(flat.items, flat.sources, skeleton.offsets, strict=True)
+        targets = [_target(map_, item, source, at) for item, source, at in rows]
+        items = tuple(_items(flat, skeleton.offsets))
+        return _Slot(flat_items=flat.items, items=items, map=map_, targets=targets)
 
     def _unmap(self, index: int) -> None:
         slot = self._slots.pop(index, None)
@@ -204,15 +230,16 @@ class Arena:
         root = os.path.dirname(self._job_dir.rstrip("/")) or "."
         if not os.path.isdir(root):
             raise missing_path(root, "the burst buffer", "create it on every node, or set SLURM_RESIL_BB_ROOT")
-        os.makedirs(os.path.join(self._job_dir, "slots"), mode=0o700, exist_ok=True)
+        for name in ("slots", "described"):
+            os.makedirs(os.path.join(self._job_dir, name), mode=0o700, exist_ok=True)
 
-    def _check_space(self, index: int, flat: Flat, signature: object) -> None:
+    def _check_space(self, index: int, flat: Flat) -> None:
         """Refuse early when this slot does not fit, or fewer slots than it takes to save again and again.
 
         More than those are a help for drains that are slow, and not worth refusing for.
         """
         size, others = _estimate(flat), [one for one in range(self._count) if one != index]
-        made = sum(slot.signature == signature for one, slot in self._slots.items() if one != index)
+        made = sum(one != index and self._fits(one, flat) for one in self._slots)
         missing = min(_LEAST_SLOTS, self._count) - made - 1
         info = os.statvfs(self._job_dir)
         if not info.f_blocks:
@@ -221,13 +248,14 @@ class Arena:
         if free < size:
             raise self._too_small(free, size, flat, made)
         # what others of an earlier layout hold comes back when it is their turn
-        free += sum(self._held(one) for one in others if self._signature(one) != signature)
+        free += sum(self._held(one) for one in others if not self._fits(one, flat))
         if free < size * (1 + max(missing, 0)):
             raise self._too_small(free, size * (1 + missing), flat, made)
 
-    def _signature(self, index: int) -> object:
+    def _fits(self, index: int, flat: Flat) -> bool:
+        """Whether a slot is laid out for a state."""
         slot = self._slots.get(index)
-        return slot.signature if slot else None
+        return slot is not None and slot.flat_items == flat.items
 
     def _held(self, index: int) -> int:
         """Bytes of a slot's file."""
@@ -298,13 +326,15 @@ def _items(flat: Flat, offsets: tuple[int | None, ...]) -> Iterator[Item]:
         )
 
 
-def _target(map_: mmap.mmap, item: FlatItem, offset: int | None) -> torch.Tensor | Array | None:
+def _target(
+    map_: mmap.mmap, item: FlatItem, source: torch.Tensor | Array, offset: int | None
+) -> torch.Tensor | Array | None:
     if offset is None:
         return None
     count = item.nbytes // layout.itemsize(item.dtype)
-    if isinstance(item.source, np.ndarray):
+    if isinstance(source, np.ndarray):
         flat = np.frombuffer(map_, np.uint8, item.nbytes, offset)
-        return flat.view(item.source.dtype).reshape(item.shape)
+        return flat.view(source.dtype).reshape(item.shape)
     dtype = dtypes.torch_dtype(item.dtype, item.name)
     return torch.frombuffer(map_, dtype=dtype, count=count, offset=offset).reshape(item.shape)
 

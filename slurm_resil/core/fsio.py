@@ -66,21 +66,32 @@ def write_json(path: StrPath, value: Any, *, mode: int = 0o644, sync: bool = Tru
     write_atomic(path, text.encode() + b"\n", mode=mode, sync=sync)
 
 
-def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
-    """Read a JSON document.
+def read_bytes(path: StrPath, *, limit_bytes: int = 1 << 30) -> bytes:
+    """Read a whole file.
 
     Raises:
         FileNotFoundError: There is none.
-        DataError: It cannot be opened as a file of its own (no permission, a link, a pipe), is not JSON, or is larger
-            than ``limit_bytes``.
+        DataError: It cannot be opened as a file of its own (no permission, a link, a pipe), or is larger than
+            ``limit_bytes``.
         OSError: The file system failed.
     """
     with _open_plain(path) as file:
         data = file.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise DataError(f"{path} is larger than {limit_bytes} bytes", path=path)
+    return data
+
+
+def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
+    """Read a JSON document.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DataError: See :func:`read_bytes`; or it is not JSON.
+        OSError: The file system failed.
+    """
     try:
-        return json.loads(data)
+        return json.loads(read_bytes(path, limit_bytes=limit_bytes))
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}", path=path) from error
 

@@ -7,6 +7,7 @@ Burst buffer, one directory per job and node, mode 0700, owner: the job's user::
     <bb_root>/job-<job id>/
         run.json                         which run this is (RunInfo as JSON)
         slots/<rank>-<k>.h5              preallocated slots
+        described/<rank>-<k>.json        what a slot holds, from one layout to the next, see format.draft
         manifests/<iteration>-<rank>.json   sealed shards; presence means valid
         durable/<iteration>.json         written by the mover once the PFS file is published
         pins/<iteration>                 lock of whoever reads the shards of that iteration, see core.pins
@@ -47,6 +48,11 @@ def job_dir(bb_root: str, job_id: int) -> str:
 def slot(job: str, rank: int, index: int) -> str:
     """Slot file ``index`` of a rank."""
     return os.path.join(job, "slots", f"{rank}-{index}.h5")
+
+
+def described(job: str, slot_name: str) -> str:
+    """What the slot with this file name holds."""
+    return os.path.join(job, "described", f"{os.path.splitext(os.path.basename(slot_name))[0]}.json")
 
 
 def manifest(job: str, iteration: int, rank: int) -> str:

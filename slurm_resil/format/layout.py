@@ -7,6 +7,7 @@ no two keys have the same one. Text stays readable: ``state["model"]["blocks.0.w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from slurm_resil.core.errors import UsageError
@@ -80,6 +81,8 @@ def encode_part(key: object) -> str:
     would be longer than ``LONGEST_PART`` is cut and ends in ``~~`` and a hash of the whole.
     """
     if isinstance(key, str):
+        if len(key) <= LONGEST_PART and key not in ("", ".", "..") and not _ODD.search(key):
+            return key
         part = "".join(_quote(char) if _is_odd(char) else char for char in key)
         if part in ("", ".", ".."):
             part = part.replace(".", "%2E") or "%"
@@ -96,8 +99,11 @@ def join(*keys: object) -> str:
     return "/".join(encode_part(key) for key in keys)
 
 
+_ODD = re.compile("[/%~\x00-\x1f\x7f\ud800-\udfff]")
+
+
 def _is_odd(char: str) -> bool:
-    return char in "/%~" or ord(char) < 0x20 or ord(char) == 0x7F or 0xD800 <= ord(char) <= 0xDFFF
+    return _ODD.search(char) is not None
 
 
 def _quote(char: str) -> str:

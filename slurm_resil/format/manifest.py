@@ -7,7 +7,7 @@ It carries a hash of itself, so that a torn or edited one is told apart from a g
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import xxhash
@@ -62,7 +62,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class Document:
     """Shared by the manifests: JSON with a hash of itself.
 
     Attributes:
@@ -75,10 +75,8 @@ class _Document:
 
     def to_bytes(self) -> bytes:
         """Serialise, with the self-hash in ``check``."""
-        body = asdict(self)
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        body["check"] = digest(text.encode())
-        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        text = json.dumps(vars(self), sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars)
+        return f'{text[:-1]},"check":"{digest(text.encode())}"}}\n'.encode()
 
     def publish(self, path: str, *, sync: bool) -> None:
         """Write the manifest by rename; do this after everything it describes."""
@@ -128,7 +126,8 @@ class _Document:
         raise DataError(f"{cls.__name__} cannot be read")  # every concrete manifest has its own
 
 
-def _item(raw: dict[str, Any]) -> Item:
+def read_item(raw: dict[str, Any]) -> Item:
+    """Make an item of its JSON."""
     extents = tuple(
         Extent(local=tuple(e["local"]), start=tuple(e["start"]), shape=tuple(e["shape"])) for e in raw["extents"]
     )
@@ -143,7 +142,7 @@ def _item(raw: dict[str, Any]) -> Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardManifest(_Document):
+class ShardManifest(Document):
     """One rank's part of a checkpoint in a slot of the burst buffer.
 
     Attributes:
@@ -178,7 +177,7 @@ class ShardManifest(_Document):
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Self:
-        return cls(**{**raw, "items": tuple(_item(entry) for entry in raw["items"])})
+        return cls(**{**raw, "items": tuple(read_item(entry) for entry in raw["items"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +199,7 @@ class DrainedItem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainedManifest(_Document):
+class DrainedManifest(Document):
     """A checkpoint in one HDF5 file on the parallel file system.
 
     Attributes:

@@ -17,8 +17,8 @@ import torch
 from slurm_resil.catalog import LocalCatalog, RunCatalog
 from slurm_resil.ckpt import seal
 from slurm_resil.ckpt.device import Registered
+from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.snapshot import Arena
-from slurm_resil.ckpt.state import flatten
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError, SpaceError, StateError
 

@@ -21,6 +21,7 @@ from slurm_resil.comm.auth import KeyAuth
 from slurm_resil.core import control, faults, log, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.model import Notice, NoticeKind, RunInfo
+from slurm_resil.format import draft
 from slurm_resil.format.manifest import Item, ShardManifest, digest
 from slurm_resil.session import Checkpointer
 
@@ -72,13 +73,13 @@ class RawState:
         block = hashlib.blake2b(self.data + f"{iteration} {self.place.rank}".encode()).digest()
         self.data = block * (STATE_BYTES // len(block))
 
-    def write(self, index: int, iteration: int) -> ShardManifest:
+    def write(self, index: int, iteration: int) -> str:
         place = self.place
         name = f"{place.rank}-{index}.h5"
         faults.point("rank.write")
         Path(place.job_dir, "slots", name).write_bytes(self.data)
         item = Item(name="data", dtype="numpy.uint8", shape=(STATE_BYTES,), offset=0, nbytes=STATE_BYTES)
-        return ShardManifest(
+        manifest = ShardManifest(
             run_id=place.info.run_id,
             job_id=place.info.job_id,
             attempt=place.info.attempt,
@@ -92,6 +93,8 @@ class RawState:
             values={},
             costs_s={"copy": 0.001},
         )
+        description = draft.describe(place.job_dir, name, manifest.items, ())
+        return draft.to_wire(manifest, description, ())
 
     def load_local(self, iteration: int) -> None:
         place = self.place

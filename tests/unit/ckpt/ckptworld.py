@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from slurm_resil.ckpt.flatten import flatten
+from slurm_resil.ckpt.memo import Memo
 from slurm_resil.ckpt.restore import Restored, restore_drained, restore_local
 from slurm_resil.ckpt.seal import seal
 from slurm_resil.ckpt.snapshot import Arena
-from slurm_resil.ckpt.state import flatten
 from slurm_resil.comm import local
 from slurm_resil.core import paths
 from slurm_resil.core.model import RunInfo
 from slurm_resil.drain import collective
 from slurm_resil.drain.skeleton import skeleton
+from slurm_resil.format import draft
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
 
@@ -37,8 +39,13 @@ def job(tmp_path: Path) -> str:
 def save(
     arena: Arena, job_dir: str, state: Mapping[str, object], *, index: int = 0, iteration: int = 1, **changes: Any
 ) -> ShardManifest:
-    draft = arena.write(index, flatten(state), iteration=iteration, run=run_info(**changes), node="n0")
-    return seal(job_dir, draft)
+    """As rank and agent do it between them, in a run that has saved before."""
+    memo = Memo()
+    flatten(state, memo)
+    flat = flatten(state, memo)
+    written = arena.write(index, flat, iteration=iteration, run=run_info(**changes), node="n0")
+    heard = draft.read(arena.draft(written, flat), "the draft")
+    return seal(job_dir, draft.Descriptions(job_dir).complete(heard))
 
 
 def save_new(job_dir: str, state: Mapping[str, object], *, rank: int = 0, **more: Any) -> ShardManifest:

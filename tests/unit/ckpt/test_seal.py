@@ -16,9 +16,9 @@ import torch
 
 from slurm_resil.catalog import LocalCatalog
 from slurm_resil.ckpt import seal
+from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.ckpt.source import LocalSource
-from slurm_resil.ckpt.state import flatten
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.format.manifest import ShardManifest, digest

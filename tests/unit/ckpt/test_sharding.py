@@ -169,7 +169,7 @@ def alone(tmp_path):
 def test_partial_is_refused_by_name(alone):
     from torch.distributed.tensor import DTensor, Partial
 
-    from slurm_resil.ckpt.state import flatten
+    from slurm_resil.ckpt.flatten import flatten
 
     with pytest.raises(StateError, match=r"a/b: a distributed tensor placed as (Partial|P)"):
         flatten({"a": {"b": DTensor.from_local(torch.ones(2), alone, [Partial()])}})

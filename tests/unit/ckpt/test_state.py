@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_resil.ckpt.state import RngState, Sharded, flatten
+from slurm_resil.ckpt.flatten import flatten
+from slurm_resil.ckpt.rng import RngState
+from slurm_resil.ckpt.state import Sharded
 from slurm_resil.core.errors import StateError
 from slurm_resil.format import layout
 from slurm_resil.format.manifest import Extent

@@ -1,0 +1,51 @@
+"""A training state taken apart: items (tensors, arrays) and plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slurm_resil.ckpt.state import Array
+from slurm_resil.format import layout
+from slurm_resil.format.manifest import Extent
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatItem:
+    """One tensor or array to store; the fields are those of :class:`slurm_resil.format.manifest.Item`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharing: str = "plain"
+    global_shape: tuple[int, ...] = ()
+    extents: tuple[Extent, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size, bytes."""
+        return layout.nbytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        items: What is to be stored; the same object as in the save before if they are equal.
+        sources: The memory of each item itself, not a copy: a local tensor (any device, any strides) or an array.
+        values: Everything else, as JSON.
+        segments: Parts of ``values`` that stay the same objects from save to save.
+    """
+
+    items: tuple[FlatItem, ...]
+    sources: tuple[torch.Tensor | Array, ...]
+    values: Any
+    segments: tuple[Any, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self.items)
