@@ -132,10 +132,12 @@ class RunCatalog:
 
     Args:
         run_dir: Run's directory on the parallel file system.
+        run_id: Run that they must belong to; default: whatever is there.
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, *, run_id: str | None = None) -> None:
         self.run_dir = run_dir
+        self.run_id = run_id
 
     def durable(self) -> list[int]:
         """Iterations with a published manifest, newest first. By their names alone."""
@@ -153,6 +155,8 @@ class RunCatalog:
         manifest = DrainedManifest.load(path)
         if manifest.iteration != iteration:
             raise DataError(f"{path} was renamed: it is of iteration {manifest.iteration}", fault="renamed")
+        if self.run_id is not None and manifest.run_id != self.run_id:
+            raise DataError(f"{path} is swapped: it is of run {manifest.run_id}, not {self.run_id}", fault="swapped")
         file = os.path.join(self.run_dir, os.path.basename(manifest.file))
         try:
             size = os.stat(file, follow_symlinks=False).st_size

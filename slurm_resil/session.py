@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,6 @@ from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.core import control, exits, fsio, paths
 from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, ServiceError, TryAgainError, UsageError
-from slurm_resil.format.manifest import ShardManifest
 
 Backpressure = Literal["skip", "wait", "fail"]
 Private = Literal["error", "fresh", "rank_mod"]
@@ -29,6 +29,7 @@ CLOSE_WAIT_S = 120.0  # at the end, for what is being sealed
 DRAINED_TRIES, DRAINED_PAUSE_S = 3, 1.0
 _POLL_S = 0.002
 _NEVER = 1 << 63
+_open: set[tuple[str, int]] = set()  # job's directory and rank of every Checkpointer of this process
 log = logging.getLogger(__name__)
 
 
@@ -49,12 +50,14 @@ class _SlotStore:
     """The real one."""
 
     def __init__(self, place: Place, state: Mapping[str, object], slots: int, private: Private) -> None:
+        from slurm_resil.ckpt.flatten import flatten
         from slurm_resil.ckpt.memo import Memo
         from slurm_resil.ckpt.snapshot import Arena
 
         self._place, self._state, self._private = place, state, private
         self._arena = Arena(place.job_dir, place.rank, slots=slots)
         self._memo = Memo()
+        flatten(state)  # what cannot be stored is said before the training, not at its first checkpoint
 
     def write(self, index: int, iteration: int) -> str:
         from slurm_resil.ckpt.flatten import flatten
@@ -65,18 +68,19 @@ class _SlotStore:
         return self._arena.draft(manifest, flat)
 
     def load_local(self, iteration: int) -> None:
+        from slurm_resil.catalog import LocalCatalog
         from slurm_resil.ckpt.restore import restore_local
 
         place = self._place
-        manifest = ShardManifest.load(paths.manifest(place.job_dir, iteration, place.rank))
+        manifest = LocalCatalog(place.job_dir, run_id=place.info.run_id).load(iteration, place.rank)
         restore_local(self._state, place.job_dir, manifest)
 
     def load_drained(self, iteration: int) -> None:
+        from slurm_resil.catalog import RunCatalog
         from slurm_resil.ckpt.restore import restore_drained
-        from slurm_resil.format.manifest import DrainedManifest
 
         place = self._place
-        manifest = DrainedManifest.load(paths.drained_manifest(place.run_dir, iteration))
+        manifest = RunCatalog(place.run_dir, run_id=place.info.run_id).load(iteration)
         restore_drained(self._state, place.run_dir, manifest, place.rank, place.info.world_size, private=self._private)
 
 
@@ -112,6 +116,12 @@ class Checkpointer:
         if every is not None and every < 1:
             raise UsageError(f"every={every} is no number of iterations")
         self._place, self._make_store = place, make_store
+        self._key = (place.job_dir, place.rank)
+        if self._key in _open:
+            raise UsageError(
+                f"there is a Checkpointer of run {place.info.run_id} in this process already",
+                mend="put everything into one state, or close() the other one first",
+            )
         self._every, self._backpressure, self._strict = every, backpressure, strict
         self._store: StateStore | None = None
         self._seat: Seat | None = None
@@ -132,6 +142,7 @@ class Checkpointer:
         self._link = RankLink(
             paths.agent_socket(place.job_dir), hello, timeout_s=AGENT_WAIT_S, appear=starter, alone=alone
         )
+        _open.add(self._key)
         # what step() touches; before restore() any proposal is far away
         self._words = memoryview(bytearray(control.HEAD_WORDS * control.WORD_BYTES)).cast("Q")
         self._words[control.PROPOSAL] = _NEVER
@@ -187,7 +198,7 @@ class Checkpointer:
             Its iteration, 0 for a fresh start. The same on all ranks.
 
         Raises:
-            StateError: The state does not fit the checkpoint; nothing was changed.
+            StateError: Something in the state cannot be stored, or it does not fit the checkpoint; nothing was changed.
             DataError: Another rank could not restore, or a bad checkpoint was found while it was being loaded and there
                 is no other: the state may be changed in part, and the next start will not try that one again.
             ServiceError: Agent or other ranks were not heard in time.
@@ -225,9 +236,18 @@ class Checkpointer:
 
         Raises:
             ResilError: With ``strict``: the save failed.
+            UsageError: The iteration is no whole number, or a smaller one than before.
         """
         words = self._words
-        words[self._at] = iteration
+        try:
+            if iteration < words[self._at]:
+                raise UsageError(
+                    f"step({iteration}) after step({words[self._at]}): iterations only rise",
+                    mend="count them over the whole training, not within an epoch",
+                )
+            words[self._at] = iteration
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"step({iteration!r}): a whole number of complete iterations is needed") from error
         if words[3] or iteration >= self._next:  # control.PROPOSAL; the agent fences for both, see core.control
             return self._act(iteration)
         return False
@@ -249,7 +269,11 @@ class Checkpointer:
             ResilError: With ``strict``: the save failed.
         """
         self._started()
-        self._words[self._at] = iteration
+        try:
+            iteration = operator.index(iteration)
+            self._words[self._at] = iteration
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"save({iteration!r}): a whole number of complete iterations is needed") from error
         return self._save(iteration, wait_s=SLOT_WAIT_S)
 
     def wait(self, *, timeout_s: float) -> bool:
@@ -273,6 +297,7 @@ class Checkpointer:
             self._failed(iteration, f"not sealed {wait_s:g} s after the end")
         self._report()
         self._link.close()
+        _open.discard(self._key)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -329,6 +354,7 @@ class Checkpointer:
 
     def _act(self, iteration: int) -> bool:
         seat = self._started()
+        iteration = operator.index(iteration)
         order = seat.look(iteration)
         cadence = iteration >= self._next
         if cadence and self._every is not None:

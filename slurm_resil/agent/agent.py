@@ -146,7 +146,7 @@ class Agent:
         if self._survey_due and not self._desk.sealing:
             self._survey_due = False
             shards = self._desk.survey(self._config.info.world_size)
-            self._tell(p.Survey(cycle=self._desk.cycle, shards=shards, damaged=self._desk.damaged))
+            self._tell(p.Survey(cycle=self._desk.cycle, shards=shards, passed_over=self._desk.passed_over))
         notice = self.signals.poll(now)
         if notice is not None:
             event(log, "grace_signal", source=notice.source, kind=str(notice.kind))
@@ -404,6 +404,9 @@ class Agent:
                 self._leader.start_cycle(hello.cycle)
             return
         rank = self._desk.ranks.get(hello.rank)
+        if not why and self._going and not hello.again:
+            # it would be told to start, from nothing that it has
+            why = f"cycle {hello.cycle} trains already, and this process has restored nothing"
         if not why and self._going and self._page is not None:
             trains = self._page.words[self._page.block(hello.local_rank) + c.PID]
             if trains not in (0, hello.pid):

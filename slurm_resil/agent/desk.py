@@ -76,7 +76,7 @@ class Desk:
         self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots), drafts.Descriptions(job_dir)) for rank in ranks}
         self.cycle = -1
         self.sealed_all = self._restored = 0
-        self.damaged: list[tuple[int, int, str]] = []
+        self.passed_over: list[tuple[int, int, str]] = []
         self._given_up: set[int] = set()
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
@@ -97,42 +97,43 @@ class Desk:
         """Whether something is being sealed."""
         return any(rank.sealing for rank in self.ranks.values())
 
-    def survey(self, world_size: int) -> list[tuple[int, int]]:
-        """List the sealed shards that can be restored here, as (iteration, rank); take out what cannot.
+    def survey(self, world_size: int) -> list[tuple[int, int, int]]:
+        """List the sealed shards that can be restored here, as (iteration, rank, attempt); take out what is damaged.
 
-        What is damaged is in ``damaged`` afterwards, as (iteration, rank, words with the place that it was moved to).
+        What is not in the list and why is in ``passed_over`` afterwards, as (iteration, rank, words).
         """
         found = []
-        self.damaged = []
+        self.passed_over = []
         for iteration, by_rank in self._store.sealed().items():
             for owner, path in by_rank.items():
                 rank = self.ranks.get(owner)
                 if rank is None:
                     continue  # of a rank that is placed elsewhere now: of no use, and no harm
                 try:
-                    why = self._unusable(path, world_size)
+                    manifest = self._load(path, iteration, owner)
+                except FileNotFoundError:
+                    continue
                 except DataError as error:
                     words = f"{error.message}; {self._quarantine(iteration, owner, str(error))}"
-                    self.damaged.append((iteration, owner, words))
+                    self.passed_over.append((iteration, owner, words))
                     continue
-                if why is None:
-                    found.append((iteration, owner))
-                else:
-                    self._quarantine(iteration, owner, why)
+                whose = (manifest.run_id, manifest.world_size)
+                if whose == (self._run_id, world_size):
+                    found.append((iteration, owner, manifest.attempt))
+                else:  # good for others: it stays until training goes on from something else
+                    words = f"{path} is of run {whose[0]} by {whose[1]}{p.OTHER_WORLD}{self._run_id} by {world_size}"
+                    self.passed_over.append((iteration, owner, words))
         return found
 
-    def _unusable(self, path: str, world_size: int) -> str | None:
-        try:
-            manifest = ShardManifest.load(path)
-        except FileNotFoundError:
-            return "it is gone"
-        if (manifest.run_id, manifest.world_size) != (self._run_id, world_size):
-            return f"it is of run {manifest.run_id} with {manifest.world_size} ranks"
+    def _load(self, path: str, iteration: int, owner: int) -> ShardManifest:
+        manifest = ShardManifest.load(path)
+        if (manifest.iteration, manifest.rank) != (iteration, owner):
+            raise DataError(f"{path} was renamed: it is of iteration {manifest.iteration}, rank {manifest.rank}")
         place = parse(manifest.slot)
         if place is None or place[0] != manifest.rank:
             raise DataError(f"{path} names the slot {manifest.slot!r}, which is not this rank's")
         self.ranks[manifest.rank].slots.holds(place[1], manifest.iteration)
-        return None
+        return manifest
 
     def lost(self, artefacts: list[tuple[int, int, str]]) -> None:
         """Take out shards that were found bad."""
@@ -243,7 +244,7 @@ class Desk:
                 rank.send(p.ShardSealed(iteration=iteration))
             return
         try:
-            draft = drafts.read(seal.draft, f"the draft of rank {rank.rank}")
+            draft = drafts.read(self._job_dir, seal.draft, f"the draft of rank {rank.rank}")
             place = parse(draft.slot)
             if (draft.rank, draft.iteration, draft.run_id) != (rank.rank, iteration, self._run_id):
                 raise DataError(f"the draft is of run {draft.run_id} rank {draft.rank} iteration {draft.iteration}")

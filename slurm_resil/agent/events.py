@@ -38,7 +38,7 @@ class RestoreFailed(LeaderEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SetAside(LeaderEvent):
-    """A shard is damaged.
+    """A shard cannot be restored.
 
     Attributes:
         iteration: Of which iteration.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -131,7 +132,12 @@ class RankLink:
         with self._changed:
             self._pending[iteration] = message
             self._results.pop(iteration, None)
-        self._send(message)
+        try:
+            self._send(message)
+        except ServiceError:
+            with self._changed:
+                del self._pending[iteration]
+            raise
 
     def give_up(self, iteration: int, reason: str) -> None:
         """Say that a save did not work."""
@@ -194,10 +200,10 @@ class RankLink:
                 appear()
             self._closing.wait(RETRY_S)
 
-    def _connect(self, timeout_s: float) -> p.Page:
+    def _connect(self, timeout_s: float, *, again: bool = False) -> p.Page:
         channel = unix.connect(self._path)
         try:
-            channel.send(p.to_wire(self._hello))
+            channel.send(p.to_wire(dataclasses.replace(self._hello, again=again)))
             answer = p.from_wire(channel.recv(timeout_s=timeout_s))
         except BaseException:
             channel.close()
@@ -228,7 +234,7 @@ class RankLink:
 
     def _again(self) -> None:
         try:
-            self._connect(ANSWER_S)
+            self._connect(ANSWER_S, again=True)
         except (ServiceError, NotPermittedError, DataError):
             self._closing.wait(RETRY_S)
             return

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slurm_resil.core import config, paths
+from slurm_resil.core import config, ids, paths
 from slurm_resil.core.errors import ConfigError
 from slurm_resil.core.model import RunInfo
 from slurm_resil.core.settings import Settings
@@ -93,7 +93,7 @@ def from_env(env: Mapping[str, str]) -> Place:
     run_id = read.text("SLURM_RESIL_RUN_ID") or (str(job) if job is not None else None)
     if run_id is None:
         # outside Slurm and without a name: ranks of one node have one parent, a lone process has itself
-        run_id = f"local-{os.getppid() if per_node > 1 else os.getpid()}"
+        run_id = ids.process_name(os.getppid() if per_node > 1 else os.getpid())
     if "/" in run_id or run_id in (".", "..") or len(run_id.encode()) > paths.RUN_ID_BYTES:
         read.faults.append(f"SLURM_RESIL_RUN_ID={run_id!r} is no name, as in SLURM_RESIL_RUN_ID=llama-3")
     settings = None

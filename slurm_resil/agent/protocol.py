@@ -36,6 +36,7 @@ Source = Literal["fresh", "local", "drained"]
 Outcome = Literal["ok", "bad", "error", "unfit"]
 
 
+OTHER_WORLD = " ranks, this is "  # in words about shards that are good, but for another run or number of ranks
 UNREADABLE = "cannot be read: "  # begins the reason of a rank that could not look: nothing is known to be bad
 
 
@@ -80,14 +81,14 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Survey(Message):
-    """Sealed shards of the node, as (iteration, rank) pairs, for the ranks that are placed there.
+    """Sealed shards of the node, as (iteration, rank, attempt that wrote it), for the ranks that are placed there.
 
-    ``damaged`` are those that were set aside, as (iteration, rank, words).
+    ``passed_over`` are those that cannot be restored, as (iteration, rank, why).
     """
 
     cycle: int
-    shards: list[tuple[int, int]]
-    damaged: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    shards: list[tuple[int, int, int]]
+    passed_over: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +315,11 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankHello(Message):
-    """A rank introduces itself; answered with Page, and later with Restore."""
+    """A rank introduces itself; answered with Page, and later with Restore.
+
+    Attributes:
+        again: Whether it comes back after its connection broke; else it has restored nothing yet.
+    """
 
     rank: int
     local_rank: int
@@ -323,6 +328,7 @@ class RankHello(Message):
     attempt: int
     cycle: int
     pid: int
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

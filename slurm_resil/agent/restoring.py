@@ -8,10 +8,12 @@ import os
 from collections.abc import Sequence
 
 from slurm_resil.agent.events import SetAside
-from slurm_resil.agent.protocol import UNREADABLE, Loaded, Plan
+from slurm_resil.agent.protocol import OTHER_WORLD, UNREADABLE, Loaded, Plan
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
 from slurm_resil.core import paths
+from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
+from slurm_resil.format.manifest import DrainedManifest
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Restoring:
     def __init__(self, run_dir: str, nodes: int, ranks_per_node: int) -> None:
         self._run_dir, self._nodes, self._per_node = run_dir, nodes, ranks_per_node
         self.number = 0
-        self._damaged: list[tuple[int, int, str]] = []
+        self._passed_over: list[tuple[int, int, str]] = []
         self._bad: dict[tuple[int, int], str] = {}  # kept over cycles: no artefact is tried twice
         self.start()
 
@@ -43,9 +45,10 @@ class Restoring:
         self.plan: Plan | None = None
         self.going = False
         self.failed: Loaded | None = None
-        self._error = ""
+        self._error, self._final = "", False
         self._again = False
-        self._shards: dict[int, set[int]] = {}
+        self._shards: dict[int, dict[int, int]] = {}
+        self._others: list[str] = []
         self._surveyed: set[int] = set()
         self._loaded: set[int] = set()
 
@@ -54,18 +57,16 @@ class Restoring:
         self.number, self.going = number, True
 
     def survey(
-        self, place: int, shards: Sequence[tuple[int, int]], damaged: Sequence[tuple[int, int, str]] = ()
+        self, place: int, shards: Sequence[tuple[int, int, int]], passed_over: Sequence[tuple[int, int, str]] = ()
     ) -> None:
-        """Hear which (iteration, rank) pairs a node has; those of ranks that are placed elsewhere do not count.
-
-        ``damaged`` is what the node has set aside, with words.
-        """
+        """Hear which shards a node has, see Survey; those of ranks that are placed elsewhere do not count."""
         if self.going:
             return
-        self._damaged += damaged
+        self._passed_over += passed_over
+        self._others += [words for _, _, words in passed_over if OTHER_WORLD in words]
         own = range(place * self._per_node, (place + 1) * self._per_node)
         for rank in own:
-            self._shards[rank] = {iteration for iteration, owner in shards if owner == rank}
+            self._shards[rank] = {iteration: attempt for iteration, owner, attempt in shards if owner == rank}
         self._surveyed.add(place)
 
     def make(self, cycle: int) -> Plan | None:
@@ -78,7 +79,11 @@ class Restoring:
             durable = drained_iterations(self._run_dir)
         except OSError as error:
             self._error = self._error or f"cannot read {self._run_dir}: {error.strerror}"
-        choice = choose(self._shards, durable, self._bad, self._nodes * self._per_node)
+        world_size = self._nodes * self._per_node
+        choice = choose(self._shards, durable, self._bad, world_size, drained_by=self._drained_by)
+        if self._others and not choice.iteration and not self._error:
+            # to begin afresh would give up what is there, and it is most likely a mistake
+            self._error, self._final = f"{self._others[0]}: start as it was, or give this one another run id", True
         self.number += 1
         self._loaded = set()
         self.plan = Plan(
@@ -89,15 +94,21 @@ class Restoring:
             complete=choice.complete,
             lost=[(iteration, rank, why) for (iteration, rank), why in self._bad.items()],
             error=self._error,
-            final=self.failed is not None and self.failed.outcome == "unfit",
+            final=self._final or (self.failed is not None and self.failed.outcome == "unfit"),
         )
         return self.plan
 
+    def _drained_by(self, iteration: int) -> int | None:
+        try:
+            return DrainedManifest.load(paths.drained_manifest(self._run_dir, iteration)).attempt
+        except (OSError, DataError):
+            return None  # whoever reads it says why
+
     def set_aside(self, plan: Plan) -> list[SetAside]:
-        """What nodes have set aside since the plan before, and what is restored instead."""
-        damaged, self._damaged = self._damaged, []
+        """What nodes have passed over since the plan before, and what is restored instead."""
+        passed_over, self._passed_over = self._passed_over, []
         found = []
-        for iteration, rank, words in damaged:
+        for iteration, rank, words in passed_over:
             place = {"local": "the burst buffer", "drained": self._run_dir, "fresh": ""}[plan.sources[rank]]
             instead = f"iteration {plan.iteration} from {place}" if place else "nothing: the run starts afresh"
             found.append(SetAside(iteration=iteration, rank=rank, words=words, instead=instead))

@@ -1,14 +1,18 @@
 """What the ranks of a cycle restore from: pure, apart from reading the names in the run's directory.
 
-An iteration can be restored when every rank has a sealed shard of it on the node where that rank is placed, or when it
-is durable on the parallel file system. The newest such one is taken, for all ranks; a rank that has its shard here
-reads that, the others read the drained file. An artefact that was found bad is never a candidate again.
+An iteration can be restored when every rank has a sealed shard of it on the node where that rank is placed, all of them
+written by one attempt, or when it is durable on the parallel file system. The newest such one is taken, for all ranks;
+a rank that has its shard here, of the attempt that the drained file is of, reads that, the others read the drained
+file. An artefact that was found bad is never a candidate again.
+
+The attempt matters because a run that goes back to an older iteration comes to the newer ones again: a node that was
+lost may come back with shards of the first time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from slurm_resil.agent.protocol import Source
@@ -33,23 +37,35 @@ class Choice:
 
 
 def choose(
-    shards: Mapping[int, Set[int]], durable: Collection[int], bad: Collection[tuple[int, int]], world_size: int
+    shards: Mapping[int, Mapping[int, int]],
+    durable: Collection[int],
+    bad: Collection[tuple[int, int]],
+    world_size: int,
+    *,
+    drained_by: Callable[[int], int | None],
 ) -> Choice:
     """Decide.
 
     Args:
-        shards: Sealed iterations by rank, each on that rank's node.
+        shards: Sealed iterations by rank, each on that rank's node, with the attempts that wrote them.
         durable: Iterations that are durable.
         bad: (iteration, rank) of artefacts that must not be used; rank ``DRAINED`` means the drained file.
         world_size: Number of ranks.
+        drained_by: Attempt whose shards the drained file of an iteration was made of, None if that cannot be told.
     """
     gone = set(bad)
-    good = [{one for one in shards.get(rank, set()) if (one, rank) not in gone} for rank in range(world_size)]
-    everywhere = set.intersection(*good) if good else set()
+    good = [
+        {one: attempt for one, attempt in shards.get(rank, {}).items() if (one, rank) not in gone}
+        for rank in range(world_size)
+    ]
+    everywhere = {one for one, attempt in good[0].items() if all(here.get(one) == attempt for here in good)}
     files = {one for one in durable if (one, DRAINED) not in gone}
     complete = max(everywhere, default=0)
     iteration = max(everywhere | files, default=0)
-    sources: list[Source] = ["local" if iteration in here else "drained" for here in good]
+    sources: list[Source] = ["local"] * world_size
+    if iteration and iteration not in everywhere:
+        attempt = drained_by(iteration)
+        sources = ["local" if attempt is not None and here.get(iteration) == attempt else "drained" for here in good]
     if not iteration:
         sources = ["fresh"] * world_size
     return Choice(iteration=iteration, sources=tuple(sources), complete=complete)

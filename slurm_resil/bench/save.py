@@ -176,7 +176,7 @@ def measure(
     *,
     size_bytes: int,
     repeats: int = 7,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     directory: str | None = None,
     peers: bool = True,
 ) -> BenchResult:
@@ -185,7 +185,7 @@ def measure(
     Args:
         size_bytes: Size of the state.
         repeats: Of everything.
-        dtype: Type of the tensors.
+        dtype: Type of the tensors, as torch calls it.
         directory: Where slots and the peers' files go; default: ``/dev/shm``.
         peers: Whether to measure torch's own ways, too.
 
@@ -198,7 +198,7 @@ def measure(
     for tensors, suffix in ((FEW, ""), (MANY, "_many")):
         with tempfile.TemporaryDirectory(prefix="resil-bench.", dir=place) as work, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about its own formats
-            samples = _samples(work, size_bytes, tensors, dtype, repeats, peers=peers and not suffix)
+            samples = _samples(work, size_bytes, tensors, getattr(torch, dtype), repeats, peers=peers and not suffix)
         middle = {name: statistics.median(values) for name, values in samples.items()}
         ratios[f"save.eager_copy{suffix}"] = middle["save"] / middle["copy"]
         ratios[f"save.seal_hash{suffix}"] = middle["seal"] / middle["hash"]

@@ -333,6 +333,12 @@ class _Flattener:
             raise StateError(
                 f"{where(path)}: a {plain.class_name(type(value))} cannot be stored", mend="use an ndarray"
             )
+        if not value.flags.writeable:
+            raise StateError(
+                f"{where(path)}: a read-only array cannot be restored in its place",
+                mend="put a copy into the state, or leave it out",
+                state_path=where(path),
+            )
         dtype = dtypes.numpy_name(value.dtype, where(path))
         node: dict[str, Any] = {"$": "ndarray", "dtype": dtype, "shape": list(value.shape)}
         if (fields := dtypes.fields_of(value.dtype)) is not None:

@@ -137,7 +137,7 @@ class Memo:
 
 def fingerprint(tensor: torch.Tensor) -> _Print | None:
     """What to look at in a tensor; None if that would not tell all that matters."""
-    if tensor.is_complex():  # the conjugate bit
+    if tensor.is_complex() or tensor.is_neg():  # the bits that say so may change without a trace
         return None
     if isinstance(tensor, DTensor):
         local, spec = tensor._local_tensor, tensor._spec

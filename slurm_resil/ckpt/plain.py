@@ -268,5 +268,6 @@ def _decode_leaf(node: dict[str, Any], path: Path) -> Any:
     if kind == "numpy.dtype":
         return np.dtype(node["name"])
     if kind == "numpy.scalar":
-        return np.frombuffer(bytes.fromhex(node["hex"]), np.dtype(node["dtype"]))[0]
+        dtype = np.dtype(node["dtype"])
+        return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0] if dtype.itemsize else dtype.type()
     raise StateError(f"{where(path)}: the checkpoint has a {kind!r} here, which this version does not know")

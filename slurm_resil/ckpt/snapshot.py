@@ -122,7 +122,7 @@ class Arena:
         if slot.segments is not flat.segments:
             slot.description = draft.describe(self._job_dir, manifest.slot, slot.items, flat.segments)
             slot.segments = flat.segments
-        return draft.to_wire(manifest, slot.description, flat.segments)
+        return draft.send(self._job_dir, manifest, slot.description, flat.segments)
 
     def prepare(self, flat: Flat, indices: tuple[int, ...] | None = None) -> None:
         """Lay slots out before they are needed, so that the first saves are as fast as the later ones.

@@ -139,7 +139,8 @@ def memory_key(value: torch.Tensor | Array) -> object:
         )
     if value.numel() == 0:
         return None
-    return (str(value.device), value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.is_conj())
+    bits = (value.is_conj(), value.is_neg())
+    return (str(value.device), value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, bits)
 
 
 def check_tensor(tensor: torch.Tensor, path: Path) -> None:

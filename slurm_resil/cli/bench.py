@@ -53,10 +53,7 @@ def hooks(repeats: int, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def save(size_mib: int, dtype: str, repeats: int, directory: str | None, peers: bool, as_json: bool) -> None:
     """What a save costs the training, against a plain copy, torch.save and DCP."""
-    import torch
-
     from slurm_resil.bench.save import measure
 
-    type_ = getattr(torch, dtype)
-    result = measure(size_bytes=size_mib << 20, repeats=repeats, dtype=type_, directory=directory, peers=peers)
+    result = measure(size_bytes=size_mib << 20, repeats=repeats, dtype=dtype, directory=directory, peers=peers)
     result.show(as_json=as_json)

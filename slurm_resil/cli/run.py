@@ -105,7 +105,14 @@ def run(
         starter: Starter = LocalStarter(job) if local else SrunStarter(job, cluster)
         click.echo("\n".join(setup.dry_run_lines(starter.lines(command), layout)))
         return
-    sys.exit(_supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap))
+    try:
+        code = _supervise(wishes, env, allocation, cluster, run_dir, layout, command, cap)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        mend = "free space there; what was saved before is as it was"
+        raise ResilError(f"cannot write into the run's directory {run_dir}: {error.strerror}", mend=mend) from error
+    sys.exit(code)
 
 
 def _supervise(

@@ -92,7 +92,7 @@ def read_json(path: StrPath, *, limit_bytes: int = 1 << 30) -> Any:
     """
     try:
         return json.loads(read_bytes(path, limit_bytes=limit_bytes))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}", path=path) from error
 
 

@@ -35,9 +35,9 @@ import os
 import re
 import zlib
 
-_ITERATION = re.compile(r"^ckpt-(\d{10})\.json$")
-_MANIFEST = re.compile(r"^(\d{10})-(\d{6})\.json$")
-_DURABLE = re.compile(r"^(\d{10})\.json$")
+_ITERATION = re.compile(r"^ckpt-(\d{10,19})\.json$")
+_MANIFEST = re.compile(r"^(\d{10,19})-(\d{6,10})\.json$")
+_DURABLE = re.compile(r"^(\d{10,19})\.json$")
 
 
 def job_dir(bb_root: str, job_id: int) -> str:

@@ -15,6 +15,7 @@ from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.format.manifest import Document, Item, ShardManifest, digest, read_item
 
+SENT_CHARS = 1 << 20
 _AT = "segment"  # kind of a reference
 
 
@@ -44,6 +45,20 @@ def describe(job_dir: str, slot: str, items: tuple[Item, ...], segments: tuple[A
     data = SlotDescription(items=items, segments=segments).to_bytes()
     fsio.write_atomic(paths.described(job_dir, slot), data, mode=0o600, sync=False)
     return digest(data)
+
+
+def send(job_dir: str, manifest: ShardManifest, description: str, segments: tuple[Any, ...]) -> str:
+    """What to send of a manifest, see :func:`to_wire`; a large one is put into a file, of which only the name is sent.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    text = to_wire(manifest, description, segments)
+    if len(text) <= SENT_CHARS:
+        return text
+    name = f"draft-{manifest.slot}"
+    fsio.write_atomic(paths.described(job_dir, name), text.encode(), mode=0o600, sync=False)
+    return json.dumps({"file": name, "generation": manifest.generation})
 
 
 def to_wire(manifest: ShardManifest, description: str, segments: tuple[Any, ...]) -> str:
@@ -79,15 +94,21 @@ class Draft(ShardManifest):
     description: str
 
 
-def read(text: str, where: str) -> Draft:
-    """Read what :func:`to_wire` made.
+def read(job_dir: str, text: str, where: str) -> Draft:
+    """Read what :func:`send` made.
 
     Raises:
         DataError: It is none.
     """
     try:
-        return Draft(**{**json.loads(text), "items": ()})
-    except (ValueError, TypeError) as error:
+        raw = json.loads(text)
+        if "file" in raw:
+            generation = raw["generation"]
+            raw = fsio.read_json(paths.described(job_dir, str(raw["file"])))
+            if raw["generation"] != generation:
+                raise DataError(f"{where} was written again", fault="stale")
+        return Draft(**{**raw, "items": ()})
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where} is no draft of a manifest: {error!r}") from error
 
 

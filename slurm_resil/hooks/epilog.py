@@ -14,8 +14,6 @@ import time
 from slurm_resil.hooks import base
 
 LIMIT_S = 20.0  # for what runs as the user
-_MANIFEST = "0000000000-000000.json"
-_DURABLE = "0000000000.json"
 
 
 def epilog(env: dict[str, str], config: dict[str, object]) -> None:
@@ -79,7 +77,7 @@ def _clear(fd: int) -> int:
 
     if _exists(fd, "continue.json"):
         return 3
-    sealed, durable = _numbers(fd, "manifests", _MANIFEST), _numbers(fd, "durable", _DURABLE)
+    sealed, durable = _numbers(fd, "manifests", 2), _numbers(fd, "durable", 1)
     # an older one that was never drained is superseded by a newer one that is durable
     if sealed and (not durable or max(sealed) > max(durable)):
         return 4
@@ -95,19 +93,21 @@ def _exists(fd: int, name: str) -> bool:
         return False
 
 
-def _is(name: str, shape: str) -> bool:
-    """Whether a name has digits where the shape has zeros, and is the same elsewhere; without ``re``, which is slow."""
-    pairs = zip(name, shape, strict=False)
-    return len(name) == len(shape) and all(a in "0123456789" if b == "0" else a == b for a, b in pairs)
+def _number(name: str, parts: int) -> int | None:
+    """First number of a name of so many numbers, as in ``0000000040-000003.json``; without ``re``, which is slow."""
+    numbers = name.removesuffix(".json").split("-")
+    if not name.endswith(".json") or len(numbers) != parts or not all(n.isascii() and n.isdigit() for n in numbers):
+        return None
+    return int(numbers[0]) if 10 <= len(numbers[0]) <= 19 else None
 
 
-def _numbers(fd: int, name: str, shape: str) -> list[int]:
+def _numbers(fd: int, name: str, parts: int) -> list[int]:
     try:
         inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     except FileNotFoundError:
         return []
     try:
-        return [int(entry[:10]) for entry in os.listdir(inner) if _is(entry, shape)]
+        return [number for entry in os.listdir(inner) if (number := _number(entry, parts)) is not None]
     finally:
         os.close(inner)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
-from slurm_resil.core import config, fsio, paths
+from slurm_resil.core import config, fsio, ids, paths
 from slurm_resil.core.errors import ConfigError, DataError, ResilError, TryAgainError, UsageError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import RunInfo
@@ -119,7 +119,7 @@ def slurm_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
 
 def local_allocation(env: Mapping[str, str], wishes: Wishes) -> Allocation:
     """This host as the only node; the attempts of a named run are counted by their records."""
-    run_id = wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or f"local-{os.getpid()}"
+    run_id = wishes.run_id or env.get("SLURM_RESIL_RUN_ID") or ids.process_name(os.getpid())
     node = socket.gethostname()
     attempt = records.next_number(run_dir_of(env, run_id))
     job_id = paths.local_job(prefix_root(env), run_id)

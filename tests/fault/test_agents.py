@@ -276,7 +276,8 @@ def test_a_rank_that_dies_on_the_way_fails_the_checkpoint_and_the_old_one_stands
     failed = nodes.event("SaveFailed", 20)
     assert "rank 3" in failed["why"]
     assert nodes.ranks[3].wait() == -signal.SIGKILL
-    wait_for("the others' seals", lambda: nodes.sealed().get(failed["iteration"]) == {0, 1, 2})
+    # who comes to the iteration after that has nothing to save at it
+    assert nodes.sealed().get(failed["iteration"], set()) <= {0, 1, 2}
     assert nodes.complete() == first
     # the launcher kills the rest and starts the next cycle: from what all have, and what is newer is forgotten
     for rank in range(3):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from slurm_resil.agent.place import from_env
 from slurm_resil.core.errors import UsageError
+from slurm_resil.format.manifest import ShardManifest
 from slurm_resil.session import Checkpointer
 
 pytestmark = pytest.mark.torch
@@ -34,10 +38,12 @@ torch.manual_seed(1)
 model = torch.nn.Linear(options.get("width", 8), 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = {"model": model, "optimizer": optimizer, "seen": {"samples": 0}}
-if options.get("odd"):
+if options.get("odd") == "at once":
     state["odd"] = object()
 with sr.Checkpointer.from_env(state, **options.get("arguments", {})) as checkpointer:
     start = checkpointer.restore()
+    if options.get("odd") == "later":
+        state["seen"]["odd"] = object()
     say(start=start, samples=state["seen"]["samples"], weight=model.weight.tolist())
     for number in range(start + 1, options["iterations"] + 1):
         optimizer.zero_grad()
@@ -150,13 +156,82 @@ def test_no_agent_is_left_behind(work: Path) -> None:
 
 @pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 65)])
 def test_a_state_that_cannot_be_saved(work: Path, strict: bool, code: int) -> None:
-    options = {"iterations": 4, "odd": True, "arguments": {"every": 2, "strict": strict}}
+    options = {"iterations": 4, "odd": "later", "arguments": {"every": 2, "strict": strict}}
     got, lines, errors = Script(work, options, NAMED).end()
     assert got == code, errors
     assert "odd" in errors  # names the path in the state
     if not strict:
         assert said(lines, "done") == [1, 2, 3, 4]
         assert "odd" in said(lines, "error")[0]
+
+
+def test_a_state_that_can_never_be_saved_is_refused_before_the_training(work: Path) -> None:
+    got, lines, errors = Script(work, {"iterations": 4, "odd": "at once"}, NAMED).end()
+    assert (got, lines) == (65, [])
+    assert "odd: a builtins:object cannot be stored" in errors
+
+
+@pytest.fixture
+def alone(work: Path) -> Iterator[Callable[[], Checkpointer]]:
+    """Makes checkpointers in this process."""
+    env = {"SLURM_RESIL_BB_ROOT": str(work / "bb"), "SLURM_RESIL_PREFIX": str(work / "pfs"), **NAMED}
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(Checkpointer.from_env({"n": 1}, every=10, env=env))
+
+
+def test_iterations_are_whole_numbers_that_rise(alone: Callable[[], Checkpointer]) -> None:
+    checkpointer = alone()
+    assert checkpointer.restore() == 0
+    checkpointer.step(np.int64(10))  # saved, too
+    checkpointer.step(torch.tensor(20))
+    checkpointer.step(20)
+    assert checkpointer.last_error == ""
+    assert checkpointer.wait(timeout_s=20)
+    for odd in (21.0, "21", None, -1):
+        with pytest.raises(UsageError, match=r"whole number|only rise"):
+            checkpointer.step(odd)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="whole number"):
+        checkpointer.save(21.5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="within an epoch"):
+        checkpointer.step(1)
+    checkpointer.step(30)
+    assert checkpointer.wait(timeout_s=20)
+
+
+def test_there_is_one_checkpointer_for_a_rank(alone: Callable[[], Checkpointer]) -> None:
+    first = alone()
+    with pytest.raises(UsageError, match="in this process already"):
+        alone()
+    first.restore()
+    first.close()
+    alone().restore()
+
+
+def test_iterations_of_eleven_digits_are_found_again(alone: Callable[[], Checkpointer]) -> None:
+    first = alone()
+    first.restore()
+    first.save(12_345_678_901)
+    assert first.wait(timeout_s=20)
+    first.close()
+    assert alone().restore() == 12_345_678_901
+
+
+@pytest.mark.parametrize("what", ["renamed", "of another run"])
+def test_a_shard_is_not_what_its_name_says(work: Path, alone: Callable[[], Checkpointer], what: str) -> None:
+    first = alone()
+    first.restore()
+    for iteration in (10, 20):
+        first.save(iteration)
+        assert first.wait(timeout_s=20)
+    first.close()
+    newest, older = sorted(work.glob("bb/job-*/manifests/*.json"), reverse=True)
+    if what == "renamed":
+        newest.rename(newest.with_name(newest.name.replace("0000000020", "0000000090")))
+    else:
+        manifest = ShardManifest.load(str(newest))
+        ShardManifest(**{**vars(manifest), "run_id": "other"}).publish(str(newest), sync=False)
+    assert alone().restore() == 10
+    assert older.exists()
 
 
 def test_a_checkpoint_of_another_model_ends_with_65_and_changes_nothing(work: Path) -> None:

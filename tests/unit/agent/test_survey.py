@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from slurm_resil.agent.protocol import Loaded, Outcome
+from slurm_resil.agent.protocol import OTHER_WORLD, Loaded, Outcome
 from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
 from slurm_resil.core import paths
 
 
 def pick(shards: dict[int, set[int]], durable: set[int], bad: set[tuple[int, int]] | None = None, world: int = 2):  # type: ignore[no-untyped-def]
-    choice = choose(shards, durable, bad or set(), world)
+    written = {rank: dict.fromkeys(found, 0) for rank, found in shards.items()}
+    choice = choose(written, durable, bad or set(), world, drained_by=lambda _: 0)
     return choice.iteration, choice.sources, choice.complete
 
 
@@ -38,11 +39,43 @@ def test_choice(shards, durable, bad, expected) -> None:  # type: ignore[no-unty
     assert pick(shards, durable, bad) == expected
 
 
+def test_shards_of_several_attempts_are_never_mixed() -> None:
+    """A node that was lost comes back with a shard of the first time that the run came to this iteration."""
+
+    def take(durable: set[int], drained_by: int | None) -> tuple[int, tuple[str, ...]]:
+        shards = {0: {40: 3, 20: 0}, 1: {40: 1, 20: 0}}
+        choice = choose(shards, durable, set(), 2, drained_by=lambda _: drained_by)
+        assert choice.complete == 20
+        return choice.iteration, choice.sources
+
+    assert take(set(), None) == (20, ("local", "local"))
+    assert take({40}, 3) == (40, ("local", "drained"))
+    assert take({40}, 1) == (40, ("drained", "local"))
+    assert take({40}, 2) == take({40}, None) == (40, ("drained", "drained"))
+
+
+def test_what_another_number_of_ranks_has_saved_is_not_given_up_for_a_start_from_nothing(tmp_path: Path) -> None:
+    words = f"x is of run r by 2{OTHER_WORLD}r by 1"
+    restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
+    restoring.survey(0, [], [(90, 0, words)])
+    plan = restoring.make(0)
+    assert plan is not None
+    assert plan.final
+    assert words in plan.error
+    (tmp_path / "ckpt-0000000020.json").write_text("{}")
+    restoring.start()
+    restoring.survey(0, [], [(90, 0, words)])
+    plan = restoring.make(0)
+    assert plan is not None
+    assert (plan.iteration, plan.error) == (20, "")
+    assert {entry.instead for entry in restoring.set_aside(plan)} == {f"iteration 20 from {tmp_path}"}
+
+
 def test_a_plan_needs_all_nodes_and_counts_only_shards_in_their_place(tmp_path: Path) -> None:
     restoring = Restoring(str(tmp_path), nodes=2, ranks_per_node=1)
-    restoring.survey(0, [(5, 0), (5, 1)])  # rank 1 is not placed there
+    restoring.survey(0, [(5, 0, 0), (5, 1, 0)])  # rank 1 is not placed there
     assert restoring.make(0) is None
-    restoring.survey(1, [(4, 1)])
+    restoring.survey(1, [(4, 1, 0)])
     plan = restoring.make(0)
     assert plan is not None
     assert (plan.iteration, plan.number) == (0, 1)
@@ -57,7 +90,7 @@ def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -
     for iteration in (3, 9):
         Path(paths.drained_manifest(str(tmp_path), iteration)).write_text("{}")
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
-    restoring.survey(0, [(9, 0), (3, 0)])
+    restoring.survey(0, [(9, 0, 0), (3, 0, 0)])
     plan = restoring.make(0)
     assert plan is not None
     assert (plan.iteration, plan.sources) == (9, ["local"])
@@ -74,7 +107,7 @@ def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -
     assert drained_iterations(str(tmp_path)) == set()
     assert sorted(name.name for name in tmp_path.iterdir()) == ["ckpt-0000000003.bad", "ckpt-0000000009.bad"]
     restoring.start()
-    restoring.survey(0, [(9, 0)])
+    restoring.survey(0, [(9, 0, 0)])
     plan = restoring.make(1)
     assert plan is not None
     assert plan.iteration == 0
@@ -91,7 +124,7 @@ def test_what_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("outcome", ["error", "unfit"])
 def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path, outcome: Outcome) -> None:
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
-    restoring.survey(0, [(9, 0), (9, 1)])
+    restoring.survey(0, [(9, 0, 0), (9, 1, 0)])
     restoring.make(0)
     restoring.refuse(Loaded(plan=1, rank=1, outcome=outcome, reason="StateError: another model"))
     plan = restoring.make(0)

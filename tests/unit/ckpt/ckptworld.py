@@ -44,7 +44,7 @@ def save(
     flatten(state, memo)
     flat = flatten(state, memo)
     written = arena.write(index, flat, iteration=iteration, run=run_info(**changes), node="n0")
-    heard = draft.read(arena.draft(written, flat), "the draft")
+    heard = draft.read(job_dir, arena.draft(written, flat), "the draft")
     return seal(job_dir, draft.Descriptions(job_dir).complete(heard))
 
 

@@ -232,3 +232,15 @@ def test_drained_files(tmp_path, job):
     os.unlink(path)
     with pytest.raises(DataError, match="missing"):
         seal.verify_drained(run, stored)
+
+
+@pytest.mark.parametrize("value", [b"1e999", b"-1e999", b"NaN", b"Infinity"])
+def test_a_number_that_no_manifest_has_is_damage(tmp_path, value):
+    job = w.job(tmp_path)
+    w.save_new(job, {"a": torch.ones(3)})
+    path = paths.manifest(job, 1, 0)
+    data = Path(path).read_bytes()
+    created = data.partition(b'"created_s":')[2].partition(b",")[0]
+    Path(path).write_bytes(data.replace(created, value, 1))
+    with pytest.raises(DataError, match="own hash"):
+        ShardManifest.load(path)

@@ -445,3 +445,33 @@ def test_no_pickle(tmp_path, monkeypatch):
     for name in ("dumps", "dump", "loads", "load", "Pickler", "Unpickler"):
         monkeypatch.setattr(pickle, name, lambda *_, **__: pytest.fail("pickle"))
     there_and_back(tmp_path, w.training(1, 2), w.training(2))
+
+
+def test_bits_that_negate_are_part_of_what_a_tensor_is(tmp_path):
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"a": numbers.imag, "b": numbers.conj().imag}
+    assert torch.equal(state["a"], -state["b"])
+    assert len(flatten(state).items) == 2
+    before = {name: tensor.tolist() for name, tensor in state.items()}
+    job = w.job(tmp_path)
+    w.save_new(job, state)
+    fresh = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    w.load(job, fresh)
+    assert {name: tensor.tolist() for name, tensor in fresh.items()} == before
+
+
+def test_empty_scalars_of_numpy_come_back(tmp_path):
+    state = {"text": np.str_(""), "bytes": np.bytes_(b"")}
+    job = w.job(tmp_path)
+    w.save_new(job, state)
+    fresh = {"text": np.str_("x"), "bytes": np.bytes_(b"x")}
+    w.load(job, fresh)
+    assert (fresh["text"], fresh["bytes"]) == ("", b"")
+    assert (type(fresh["text"]), type(fresh["bytes"])) == (np.str_, np.bytes_)
+
+
+def test_an_array_that_could_not_be_restored_is_not_saved():
+    array = np.arange(3)
+    array.flags.writeable = False
+    with pytest.raises(StateError, match="outer/x: a read-only array"):
+        flatten({"outer": {"x": array}})

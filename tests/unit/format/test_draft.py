@@ -51,7 +51,7 @@ def test_the_agent_makes_of_it_what_the_rank_has(job: str) -> None:
     text = draft.to_wire(whole, check, (SEGMENT, OTHER))
     assert "model/0" not in text
     assert whole.values is values  # it was not changed for that
-    heard = draft.read(text, "x")
+    heard = draft.read(job, text, "x")
     assert draft.Descriptions(job).complete(heard) == whole
     later = draft.Descriptions(job)  # an agent that was started anew
     assert later.complete(heard) == whole
@@ -59,22 +59,36 @@ def test_the_agent_makes_of_it_what_the_rank_has(job: str) -> None:
     assert later.complete(heard) == whole  # it was read once
 
 
+def test_large_values_go_through_a_file(job: str) -> None:
+    values = {"$": "dict", "of": [["order", list(range(1_000_000))]]}
+    whole = manifest(values)
+    check = draft.describe(job, "0-1.h5", ITEMS, ())
+    text = draft.send(job, whole, check, ())
+    assert len(text) < 100
+    assert draft.Descriptions(job).complete(draft.read(job, text, "x")) == whole
+    draft.send(job, ShardManifest(**{**vars(whole), "generation": 10}), check, ())
+    with pytest.raises(DataError, match="written again"):
+        draft.read(job, text, "x")
+
+
 def test_a_description_that_is_not_of_this_save_is_noticed(job: str) -> None:
     text = draft.to_wire(manifest(SEGMENT), draft.describe(job, "0-1.h5", ITEMS, (SEGMENT,)), (SEGMENT,))
     found = draft.Descriptions(job)
-    found.complete(draft.read(text, "x"))
+    found.complete(draft.read(job, text, "x"))
     again = draft.to_wire(manifest(OTHER), draft.describe(job, "0-1.h5", ITEMS[:1], (OTHER,)), (OTHER,))
-    assert found.complete(draft.read(again, "x")).items == ITEMS[:1]
+    assert found.complete(draft.read(job, again, "x")).items == ITEMS[:1]
     for reader in (found, draft.Descriptions(job)):
         with pytest.raises(DataError, match="not of this save") as info:
-            reader.complete(draft.read(text, "x"))
+            reader.complete(draft.read(job, text, "x"))
         assert info.value.context["fault"] == "stale"
     os.unlink(paths.described(job, "0-1.h5"))
     with pytest.raises(DataError, match="missing"):
-        draft.Descriptions(job).complete(draft.read(text, "x"))
+        draft.Descriptions(job).complete(draft.read(job, text, "x"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "{}", json.dumps({"slot": "0-1.h5", "description": "x"})])
-def test_what_is_no_draft_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "{}", json.dumps({"slot": "0-1.h5", "description": "x"}), '{"file": "x", "generation": 1}']
+)
+def test_what_is_no_draft_is_refused(job: str, text: str) -> None:
     with pytest.raises(DataError, match="the draft of rank 3"):
-        draft.read(text, "the draft of rank 3")
+        draft.read(job, text, "the draft of rank 3")

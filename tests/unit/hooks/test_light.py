@@ -8,7 +8,7 @@ import pytest
 from slurm_resil.bench.hooks import measure
 from slurm_resil.hooks import base
 from slurm_resil.hooks.command import command
-from slurm_resil.hooks.epilog import _is
+from slurm_resil.hooks.epilog import _number
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,20 @@ def test_anything_else_is_left_to_json(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "right"),
-    [("0000000005-000001.json", True), ("000000005-000001.json", False), ("0000000005-00000x.json", False)],
+    ("name", "number"),
+    [
+        ("0000000005-000001.json", 5),
+        ("10000000005-000001.json", 10_000_000_005),
+        ("000000005-000001.json", None),
+        ("0000000005-00000x.json", None),
+        ("0000000005-0000²1.json", None),
+        ("0000000005.json", None),
+        ("0000000005-000001-1.json", None),
+        ("0000000005-000001", None),
+    ],
 )
-def test_names_of_manifests(name: str, right: bool) -> None:
-    assert _is(name, "0000000000-000000.json") is right
+def test_names_of_manifests(name: str, number: int | None) -> None:
+    assert _number(name, 2) == number
 
 
 def test_digits_are_plain_ones() -> None:
