@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from slurm_resil.agent.events import SetAside
 from slurm_resil.agent.protocol import OTHER_WORLD, UNREADABLE, Loaded, Plan
 from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
-from slurm_resil.core import paths
+from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
-from slurm_resil.format.manifest import DrainedManifest
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +99,11 @@ class Restoring:
 
     def _drained_by(self, iteration: int) -> int | None:
         try:
-            return DrainedManifest.load(paths.drained_manifest(self._run_dir, iteration)).attempt
-        except (OSError, DataError):
+            # unchecked: the ranks that load from it check it, and all of them begin again if it is not sound
+            attempt = fsio.read_json(paths.drained_manifest(self._run_dir, iteration))["attempt"]
+        except (OSError, DataError, KeyError, TypeError):
             return None  # whoever reads it says why
+        return attempt if isinstance(attempt, int) else None
 
     def set_aside(self, plan: Plan) -> list[SetAside]:
         """What nodes have passed over since the plan before, and what is restored instead."""

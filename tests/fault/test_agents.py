@@ -418,7 +418,9 @@ def drain(nodes: Nodes, iteration: int) -> None:
         target.write_bytes(Path(job, "slots", manifest.slot).read_bytes())
         files.append(str(target))
         hashes.append(manifest.items[0].xxh3)
-    fsio.write_json(paths.drained_manifest(str(nodes.run_dir), iteration), {"files": files, "xxh3": hashes})
+    fsio.write_json(
+        paths.drained_manifest(str(nodes.run_dir), iteration), {"attempt": 0, "files": files, "xxh3": hashes}
+    )
 
 
 def test_signals_of_a_grace_period_stop_the_run_and_not_the_agent(nodes: Nodes) -> None:
