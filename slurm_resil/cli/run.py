@@ -8,7 +8,8 @@ import sys
 
 import click
 
-from slurm_resil.core import log, units
+from slurm_resil.catalog import LocalCatalog, RunCatalog
+from slurm_resil.core import fsio, log, paths, units
 from slurm_resil.core.errors import ResilError, UsageError
 from slurm_resil.core.settings import MOST
 from slurm_resil.launch import layout as places
@@ -112,7 +113,17 @@ def run(
             raise
         mend = "free space there; what was saved before is as it was"
         raise ResilError(f"cannot write into the run's directory {run_dir}: {error.strerror}", mend=mend) from error
+    if local and code == 0:
+        _tidy(paths.job_dir(setup.bb_root(env), allocation.job_id), run_dir)
     sys.exit(code)
+
+
+def _tidy(job_dir: str, run_dir: str) -> None:
+    """Give the burst buffer back after a complete run whose newest checkpoint is durable; in Slurm the epilog does."""
+    sealed, durable = LocalCatalog(job_dir).sealed(), RunCatalog(run_dir).durable()
+    if durable and max(sealed, default=0) <= max(durable):
+        with contextlib.suppress(OSError), fsio.open_dir(os.path.dirname(job_dir)) as above:
+            fsio.rmtree_at(above, os.path.basename(job_dir))
 
 
 def _supervise(

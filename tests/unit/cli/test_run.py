@@ -65,11 +65,13 @@ def test_a_checkpoint_of_another_model_is_tried_once_and_told_once(work: Path) -
 
 @pytest.mark.torch
 def test_a_damaged_manifest_is_named_with_its_new_place_and_what_is_used_instead(work: Path) -> None:
-    assert run(work, sys.executable, "train.py", "3").returncode == 0
+    # after a good end nothing stays in the burst buffer
+    command = ("sh", "-c", f"{sys.executable} train.py 3; exit 9")
+    assert run(work, *command).returncode == 9
     (manifest,) = work.glob("bb/job-*/manifests/0000000004-000000.json")
     manifest.write_text("torn {")
-    done = run(work, sys.executable, "train.py", "3")
-    assert done.returncode == 0
+    done = run(work, *command)
+    assert done.returncode == 9
     (line,) = [line for line in done.stderr.splitlines() if "is not used" in line]
     (lost,) = manifest.parent.glob("lost/*-000000.json.*[0-9]")
     assert "rank 0, iteration 4" in line and str(manifest) in line and f"moved to {lost}" in line
@@ -99,3 +101,10 @@ def test_a_save_that_failed_is_told_once(work: Path) -> None:
 def test_variables_that_make_no_sense_start_nothing(work: Path, env: dict[str, str], said: str) -> None:
     done = run(work, "true", env=env)
     assert done.returncode == 78 and said in done.stderr and not (work / "pfs").exists()
+
+
+@pytest.mark.torch
+def test_a_complete_run_gives_the_burst_buffer_back(work: Path) -> None:
+    for _ in range(2):  # the second one has nothing to do
+        assert run(work, sys.executable, "train.py", "3").returncode == 0
+        assert list((work / "bb").iterdir()) == []
