@@ -19,6 +19,8 @@ Version = tuple[int, int]
 
 EXTRA_MARK = "# --slurm-conf-extra"
 
+_DATABASE = "slurm_acct"
+
 _SCHEDULER = ",".join(
     (
         "sched_interval=2",
@@ -208,6 +210,19 @@ def plugstack_conf(plugins: tuple[str, ...]) -> str:
     return "".join(f"optional {plugin}\n" for plugin in plugins)
 
 
+def database_sql(password: str) -> str:
+    """Render what MariaDB does before it serves: make slurmdbd's database and the user that slurmdbd comes as.
+
+    slurmdbd can make its database itself, but it then goes on with the connection that was refused for want of one, and
+    MariaDB's client library 3.4.10 (Debian 13) takes a result of any size for too large on such a connection.
+    """
+    return (
+        f"CREATE DATABASE {_DATABASE};\n"
+        f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\n"
+        "GRANT ALL ON *.* TO 'slurm'@'127.0.0.1';\n"
+    )
+
+
 def slurmdbd_conf(layout: Layout, at: Endpoints, password: str) -> str:
     """Render slurmdbd.conf."""
     return _lines(
@@ -223,7 +238,7 @@ def slurmdbd_conf(layout: Layout, at: Endpoints, password: str) -> str:
             "StoragePort": at.db_port,
             "StorageUser": "slurm",
             "StoragePass": password,
-            "StorageLoc": "slurm_acct",
+            "StorageLoc": _DATABASE,
             "PidFile": layout.run / "slurmdbd.pid",
             "LogFile": layout.log / "slurmdbd.log",
         }

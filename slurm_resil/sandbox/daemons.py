@@ -179,69 +179,85 @@ class Daemons:
         return self.host.start_node(node, argv)
 
     def accounting(self) -> None:
-        """Start MariaDB and slurmdbd, and enter the cluster, an account and the users."""
-        data = self.layout.state / "db"
-        user = self.at.user
+        """Start MariaDB and slurmdbd, and enter the cluster, an account and the users.
+
+        Raises:
+            ConfigError: One of them does not serve; quotes the log of the one at fault.
+        """
         password = secrets.token_hex(16)
+        init = self.layout.state / "db.sql"
+        fsio.write_atomic(init, conf.database_sql(password).encode(), mode=0o600, sync=False)
+        database = self._mariadbd(init)
+        text = conf.slurmdbd_conf(self.layout, self.at, password)
+        fsio.write_atomic(self.layout.etc / "slurmdbd.conf", text.encode(), mode=0o600, sync=False)
+        dbd = self.host.spawn("slurmdbd", [self.tools["slurmdbd"], "-D"])
+        sacctmgr = str(Path(self.tools["scontrol"]).with_name("sacctmgr"))
+        dbd_logs = ("slurmdbd.log", "slurmdbd.out")
+        said = ""
+
+        def entered() -> bool:
+            nonlocal said
+            self._alive_or_fail(database, "mariadbd", "mariadbd.out")
+            self._alive_or_fail(dbd, "slurmdbd", *dbd_logs)
+            done = self.run([sacctmgr, "-i", "add", "cluster", "sandbox"], check=False)
+            said = (done.stderr or done.stdout).strip()
+            return done.returncode == 0
+
+        add = [sacctmgr, "-i", "add"]
+        users = "alice,bob,root" if self.at.private else self.at.user
+        try:
+            wait_until("an answer of slurmdbd", entered, timeout_s=60.0, poll_s=0.2)
+            init.unlink()  # not earlier: MariaDB makes its socket before it reads this file
+            self.run([*add, "account", "lab", "cluster=sandbox", "description=lab", "organization=lab"])
+            self.run([*add, "user", users, "account=lab", "cluster=sandbox"])
+        except ServiceError as error:
+            what = "\n".join(filter(None, (str(error), said)))
+            raise self.failure(what, *dbd_logs, "mariadbd.out") from error
+
+    def _mariadbd(self, init: Path) -> Proc:
+        """Start MariaDB with an empty database directory and wait for its socket. ``init``: what it does first."""
+        data = self.layout.state / "db"
+        common = (
+            "--no-defaults",
+            f"--datadir={data}",
+            f"--user={self.at.user}",
+            "--skip-name-resolve",
+            "--innodb-log-file-size=8M",
+        )
         self.run(
             [
                 self.tools["mariadb-install-db"],
-                "--no-defaults",
-                f"--datadir={data}",
-                f"--user={user}",
+                *common,
                 "--skip-test-db",
-                "--skip-name-resolve",
                 "--auth-root-authentication-method=socket",
-                f"--auth-root-socket-user={user}",
-                "--innodb-log-file-size=8M",
+                f"--auth-root-socket-user={self.at.user}",
             ],
             timeout_s=120.0,
         )
         socket_path = data / "db.sock"
-        init = data / "init.sql"
-        sql = f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\nGRANT ALL ON *.* TO 'slurm'@'127.0.0.1';\n"
-        fsio.write_atomic(init, sql.encode(), mode=0o600, sync=False)
         argv = [
             self.tools["mariadbd"],
-            "--no-defaults",
-            f"--datadir={data}",
-            f"--user={user}",
+            *common,
             f"--socket={socket_path}",
             f"--pid-file={self.layout.run / 'db.pid'}",
             f"--init-file={init}",
             "--bind-address=127.0.0.1",
             f"--port={self.at.db_port}",
-            "--skip-name-resolve",
-            "--innodb-log-file-size=8M",
             "--innodb-buffer-pool-size=64M",
             "--innodb-flush-log-at-trx-commit=0",
             "--innodb-lock-wait-timeout=900",
         ]
-        database = self.host.spawn("mariadbd", argv)
+        proc = self.host.spawn("mariadbd", argv)
 
-        def database_serves() -> bool:
-            self._alive_or_fail(database, "mariadbd", "mariadbd.out")
+        def serving() -> bool:
+            self._alive_or_fail(proc, "mariadbd", "mariadbd.out")
             return socket_path.exists()
 
-        wait_until("the socket of mariadbd", database_serves, timeout_s=60.0)
-        text = conf.slurmdbd_conf(self.layout, self.at, password)
-        fsio.write_atomic(self.layout.etc / "slurmdbd.conf", text.encode(), mode=0o600, sync=False)
-        dbd = self.host.spawn("slurmdbd", [self.tools["slurmdbd"], "-D"])
-        sacctmgr = str(Path(self.tools["scontrol"]).with_name("sacctmgr"))
-
-        def entered() -> bool:
-            self._alive_or_fail(database, "mariadbd", "mariadbd.out")
-            self._alive_or_fail(dbd, "slurmdbd", "slurmdbd.out", "slurmdbd.log")
-            return self.run([sacctmgr, "-i", "add", "cluster", "sandbox"], check=False).returncode == 0
-
         try:
-            wait_until("an answer of slurmdbd", entered, timeout_s=60.0, poll_s=0.2)
+            wait_until("the socket of mariadbd", serving, timeout_s=60.0)
         except ServiceError as error:
-            raise self.failure(str(error), "slurmdbd.log", "slurmdbd.out", "mariadbd.out") from error
-        init.unlink()  # not earlier: MariaDB makes its socket before it reads this file
-        self.run([sacctmgr, "-i", "add", "account", "lab", "cluster=sandbox", "description=lab", "organization=lab"])
-        names = "alice,bob,root" if self.at.private else self.at.user
-        self.run([sacctmgr, "-i", "add", "user", names, "account=lab", "cluster=sandbox"])
+            raise self.failure(str(error), "mariadbd.out") from error
+        return proc
 
     def node_states(self) -> dict[str, str]:
         """Slurm's state of each node, such as ``idle`` or ``down*``; empty if unknown."""
