@@ -46,9 +46,10 @@ def find_tools(*, accounting: bool, namespaces: bool) -> dict[str, str]:
     missing = [name for name, path in found.items() if path is None]
     if missing:
         packages = " ".join(sorted({_PACKAGES[name] for name in missing}))
+        without = ", or a sandbox without accounting" if set(missing) <= set(_ACCOUNTING) else ""
         raise ConfigError(
             f"the sandbox needs {', '.join(missing)}, which this host does not have",
-            mend=f"`apt-get install --no-install-recommends {packages}`",
+            mend=f"`apt-get install --no-install-recommends {packages}`{without}",
         )
     return {name: path for name, path in found.items() if path is not None}
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from slurm_resil.core.errors import ConfigError, NotPermittedError, TryAgainError, UsageError
-from slurm_resil.sandbox import Sandbox, SandboxSpec
+from slurm_resil.sandbox import Sandbox, SandboxSpec, api
+from slurm_resil.sandbox.daemons import find_tools
 from slurm_resil.sandbox.procs import Proc, wait_gone, wait_until
 from slurm_resil.sandbox.teardown import tear_down
 
@@ -40,8 +41,11 @@ def cli(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
 
 
 def words(*argv: str) -> set[str]:
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    return set(done.stdout.split("\n"))
+    def answer() -> list[str]:  # lsns fails where a process ends while it looks
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        return done.stdout.split("\n") if done.returncode == 0 else []
+
+    return set(wait_until(f"an answer of {argv[0]}", answer, timeout_s=10))
 
 
 def footprint() -> dict[str, set[str]]:
@@ -401,7 +405,24 @@ def test_accounting(cluster_factory):
         return "alice|lab|COMPLETED" in done.stdout
 
     wait_until("the job in the accounting", accounted, timeout_s=30, poll_s=0.5)
+    assert sandbox.run(["sacctmgr", "-n", "-P", "show", "cluster", "format=cluster"]).stdout == "sandbox\n"
     sandbox.down()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("daemon", ["mariadbd", "slurmdbd"])
+def test_accounting_that_cannot_start_is_one_error_with_what_its_log_says(tmp_path, monkeypatch, daemon):
+    before = footprint()
+    broken = tmp_path / daemon
+    broken.write_text("#!/bin/sh\necho starting\necho 'fatal: out of order' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(api, "find_tools", lambda **wanted: {**find_tools(**wanted), daemon: str(broken)})
+    path = short_dir()
+    with pytest.raises(ConfigError) as caught:
+        Sandbox.up(SandboxSpec(dir=path, nodes=1, accounting=True))
+    assert str(caught.value) == f"{daemon} ended at its start\n{daemon}.out:\nfatal: out of order"
+    assert not path.exists()
+    wait_until("the end of everything", lambda: not left_since(before), timeout_s=10)
 
 
 @pytest.mark.alone

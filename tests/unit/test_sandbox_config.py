@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm_resil.core.errors import ConfigError
-from slurm_resil.sandbox import SandboxSpec, conf
+from slurm_resil.sandbox import SandboxSpec, conf, daemons
 from slurm_resil.sandbox.procs import Proc, tail, wait_until
 from slurm_resil.sandbox.spec import Layout
 from slurm_resil.sandbox.sweep import of_node, of_sandbox
@@ -107,6 +107,32 @@ def test_accounting_and_hooks_only_on_request():
     assert keys(render(accounting=True))["AccountingStorageType"] == "accounting_storage/slurmdbd"
     assert keys(render(prolog=Path("/a/b")))["Prolog"] == "/a/b"
     assert "StoragePass=secret\n" in conf.slurmdbd_conf(LAYOUT, conf.Endpoints(), "secret")
+
+
+def test_slurmdbd_finds_its_database_made():
+    sql = conf.database_sql("secret").splitlines()
+    assert "StorageLoc=slurm_acct\n" in conf.slurmdbd_conf(LAYOUT, conf.Endpoints(), "secret")
+    assert sql[0] == "CREATE DATABASE slurm_acct;"
+    assert sql[1].endswith("IDENTIFIED BY 'secret';")
+
+
+def test_only_accounting_needs_a_database(tmp_path, monkeypatch):
+    monkeypatch.setattr(daemons, "_SEARCH", str(tmp_path))
+    for name in ("slurmctld", "slurmd", "scontrol", "munged"):
+        (tmp_path / name).touch(mode=0o755)
+    assert daemons.find_tools(accounting=False, namespaces=False).keys() == {
+        "slurmctld",
+        "slurmd",
+        "scontrol",
+        "munged",
+    }
+    with pytest.raises(ConfigError) as caught:
+        daemons.find_tools(accounting=True, namespaces=False)
+    assert "mariadb-server slurmdbd`, or a sandbox without accounting" in caught.value.mend
+    (tmp_path / "munged").unlink()
+    with pytest.raises(ConfigError) as caught:
+        daemons.find_tools(accounting=True, namespaces=False)
+    assert "without accounting" not in caught.value.mend
 
 
 def test_private_accounts_replace_those_of_the_same_name():
