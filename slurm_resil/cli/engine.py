@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -55,8 +56,8 @@ def incidents(db: Path, as_json: bool) -> None:
     """What was asked, what was done, and how it ended."""
     if not db.exists():
         raise click.BadParameter(f"{db} does not exist", param_hint="--db")
-    store = Store(str(db), readonly=True)
-    entries = [dataclasses.asdict(entry) | {"trail": store.trail(entry.id)} for entry in store.incidents()]
+    with contextlib.closing(Store(str(db), readonly=True)) as store:
+        entries = [dataclasses.asdict(entry) | {"trail": store.trail(entry.id)} for entry in store.incidents()]
     if as_json:
         click.echo(json.dumps({"incidents": entries}))
         return

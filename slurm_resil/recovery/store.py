@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -69,10 +70,16 @@ class Store:
 
     def __init__(self, path: str, *, readonly: bool = False) -> None:
         self._lock = threading.Lock()
+        with contextlib.ExitStack() as on_error:
+            self._connect(path, readonly=readonly, on_error=on_error)
+            on_error.pop_all()
+
+    def _connect(self, path: str, *, readonly: bool, on_error: contextlib.ExitStack) -> None:
         try:
             # reading makes no tables and no files
             source = f"file:{quote(path)}?mode=ro" if readonly else path
             self._db = sqlite3.connect(source, uri=readonly, check_same_thread=False, isolation_level=None)
+            on_error.callback(self._db.close)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA busy_timeout=5000")
             if readonly:
