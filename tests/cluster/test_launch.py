@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from slurm_resil.recovery.actions import SETTLE_S
 from slurm_resil.sandbox import Sandbox
 from slurm_resil.slurm.scontrol import fields
 
@@ -103,11 +104,17 @@ class Job:
         return wait_for(f"{states}, it is {self.record.get('JobState')}\n{self.out}", reached, timeout_s)
 
     def hurry(self, attempt: int) -> None:
-        """Take away the two minutes that Slurm lets a requeued job wait; it is another part's work to do that."""
+        """Take away the two minutes that Slurm lets a requeued job wait; it is another part's work to do that.
+
+        Not within the second in which the last attempt was killed: slurmd would take the new one for that and fail it.
+        """
+        pending_s = 0.0
 
         def started() -> bool:
+            nonlocal pending_s
             time.sleep(0.2)
-            if self.record.get("JobState") == "PENDING":
+            pending_s = (pending_s or time.monotonic()) if self.record.get("JobState") == "PENDING" else 0.0
+            if pending_s and time.monotonic() - pending_s > SETTLE_S:
                 self.sandbox.run(["scontrol", "update", f"JobId={self.id}", "StartTime=now"], check=False)
             return any(event["attempt"] == attempt for event in self.named("attempt_start"))
 
