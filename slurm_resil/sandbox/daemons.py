@@ -213,7 +213,7 @@ class Daemons:
             self.run([*add, "user", users, "account=lab", "cluster=sandbox"])
         except ServiceError as error:
             what = "\n".join(filter(None, (str(error), said)))
-            raise self.failure(what, *dbd_logs, "mariadbd.out") from error
+            raise self.failure(what, *dbd_logs) from error
 
     def _mariadbd(self, init: Path) -> Proc:
         """Start MariaDB with an empty database directory and wait for its socket. ``init``: what it does first."""
