@@ -121,7 +121,9 @@ class Desk:
                 if whose == (self._run_id, world_size):
                     found.append((iteration, owner, manifest.attempt))
                 else:  # good for others: it stays until training goes on from something else
-                    words = f"{path} is of run {whose[0]} by {whose[1]}{p.OTHER_WORLD}{self._run_id} by {world_size}"
+                    words = f"{path} is of run {whose[0]}, this is {self._run_id}"
+                    if whose[0] == self._run_id:
+                        words = f"{path} is of {whose[1]}{p.OTHER_WORLD}{world_size}"
                     self.passed_over.append((iteration, owner, words))
         return found
 

@@ -36,7 +36,7 @@ Source = Literal["fresh", "local", "drained"]
 Outcome = Literal["ok", "bad", "error", "unfit"]
 
 
-OTHER_WORLD = " ranks, this is "  # in words about shards that are good, but for another run or number of ranks
+OTHER_WORLD = " ranks, these are "  # in words about shards of this run that are good, but for another number of ranks
 UNREADABLE = "cannot be read: "  # begins the reason of a rank that could not look: nothing is known to be bad
 
 

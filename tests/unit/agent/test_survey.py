@@ -55,7 +55,7 @@ def test_shards_of_several_attempts_are_never_mixed() -> None:
 
 
 def test_what_another_number_of_ranks_has_saved_is_not_given_up_for_a_start_from_nothing(tmp_path: Path) -> None:
-    words = f"x is of run r by 2{OTHER_WORLD}r by 1"
+    words = f"x is of 2{OTHER_WORLD}1"
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
     restoring.survey(0, [], [(90, 0, words)])
     plan = restoring.make(0)
