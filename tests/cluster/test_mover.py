@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,9 @@ def world(two_nodes: Sandbox) -> Iterator[World]:
     for top in (root, *map(Path, made.job_dirs)):
         own(two_nodes, top)
     yield made
+    for pid in movers(made):  # of a test that failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for top in (root, *map(Path, made.job_dirs)):
         shutil.rmtree(top, ignore_errors=True)
 
@@ -105,6 +110,21 @@ def start(cluster: Sandbox, world: World, fault: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command.argv, env=command.env, cwd=command.cwd, stdout=pipe, stderr=pipe, text=True)
 
 
+def wait_halfway(world: World) -> None:
+    """Until one has stopped in its second round: the other one may not come to its own without it."""
+    wait_until("a stop", lambda: len(movers(world)) == 2 and bool(movers(world, "T")), timeout_s=60)
+
+
+def go_on(process: subprocess.Popen[str], world: World) -> None:
+    """Have the movers go on, also the one that stops only now."""
+    limit = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < limit:
+        for pid in movers(world, "T"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(0.1)
+
+
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=60)
@@ -144,10 +164,9 @@ def test_a_flipped_shard_is_named_with_its_node(two_nodes, world):
 def test_a_mover_killed_on_one_node_and_the_next_drain(two_nodes, world, victim):
     """S12."""
     process = start(two_nodes, world, "drain.round:stop@2")
-    wait_until("both stopped", lambda: len(movers(world, "T")) == 2, timeout_s=60)
+    wait_halfway(world)
     os.kill(movers(world)[victim], signal.SIGKILL)
-    for pid in movers(world):
-        os.kill(pid, signal.SIGCONT)
+    go_on(process, world)
     assert end(process)[0] != 0
     wait_until("both gone", lambda: not movers(world), timeout_s=30)
     assert world.published() == []
@@ -158,11 +177,10 @@ def test_a_mover_killed_on_one_node_and_the_next_drain(two_nodes, world, victim)
 
 def test_scancel_with_sigterm_leaves_nothing(two_nodes, world):
     process = start(two_nodes, world, "drain.round:stop@2")
-    wait_until("both stopped", lambda: len(movers(world, "T")) == 2, timeout_s=60)
+    wait_halfway(world)
     job = two_nodes.run(["squeue", "-h", "-o", "%i", "-u", "alice"]).stdout.split()[0]
     two_nodes.run(["scancel", "--signal=TERM", f"{job}.0"], user="alice")
-    for pid in movers(world):
-        os.kill(pid, signal.SIGCONT)
+    go_on(process, world)
     code, out, err = end(process)
     assert code == 75, err
     assert json.loads(out.splitlines()[-1])["event"] == "failed"
