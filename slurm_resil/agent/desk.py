@@ -114,16 +114,16 @@ class Desk:
                 except FileNotFoundError:
                     continue
                 except DataError as error:
-                    words = f"{error.message}; {self._quarantine(iteration, owner, str(error))}"
+                    words = f"is damaged: {error.message}; {self._quarantine(iteration, owner, str(error))}"
                     self.passed_over.append((iteration, owner, words))
                     continue
                 whose = (manifest.run_id, manifest.world_size)
                 if whose == (self._run_id, world_size):
                     found.append((iteration, owner, manifest.attempt))
                 else:  # good for others: it stays until training goes on from something else
-                    words = f"{path} is of run {whose[0]}, this is {self._run_id}"
+                    words = f"is not used: {path} is of run {whose[0]}, this is {self._run_id}"
                     if whose[0] == self._run_id:
-                        words = f"{path} is of {whose[1]}{p.OTHER_WORLD}{world_size}"
+                        words = f"is not used: {path} is of {whose[1]}{p.OTHER_WORLD}{world_size}"
                     self.passed_over.append((iteration, owner, words))
         return found
 

@@ -136,7 +136,7 @@ class RankLink:
             self._send(message)
         except ServiceError:
             with self._changed:
-                del self._pending[iteration]
+                self._pending.pop(iteration, None)  # or it would be sent again, and fail again
             raise
 
     def give_up(self, iteration: int, reason: str) -> None:

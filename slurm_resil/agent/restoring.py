@@ -82,7 +82,8 @@ class Restoring:
         choice = choose(self._shards, durable, self._bad, world_size, drained_by=self._drained_by)
         if self._others and not choice.iteration and not self._error:
             # to begin afresh would give up what is there, and it is most likely a mistake
-            self._error, self._final = f"{self._others[0]}: start as many, or another run (--run-id)", True
+            why = self._others[0].partition(": ")[2]
+            self._error, self._final = f"{why}: start as many, or another run (--run-id)", True
         self.number += 1
         self._loaded = set()
         self.plan = Plan(

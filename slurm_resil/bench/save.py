@@ -90,18 +90,6 @@ class _Peers:
     def __init__(self, model: nn.Module, directory: str) -> None:
         self._model, self._directory = model, directory
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
-        """DCP's asynchronous saves want a process group, of one here."""
-        import torch.distributed as dist
-
-        file = os.path.join(self._directory, "store")
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
     def _path(self, name: str) -> str:
         path = os.path.join(self._directory, name)
         shutil.rmtree(path, ignore_errors=True)
@@ -147,8 +135,6 @@ def _samples(
         "SLURM_RESIL_PREFIX": os.path.join(work, "pfs"),
     }
     with _cores() as training, contextlib.ExitStack() as stack:
-        if peers:
-            stack.enter_context(peer.ready())
         training(False)
         checkpointer = stack.enter_context(Checkpointer.from_env({"model": model}, strict=True, env=env))
         checkpointer.restore()

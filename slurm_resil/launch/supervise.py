@@ -44,7 +44,7 @@ SPOKEN = {
     "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
     "restore": "the ranks start from iteration {iteration}",
     "restore_failed": "the ranks cannot start: {words}",
-    "set_aside": "WARNING: the shard of rank {rank}, iteration {iteration} is not used: {words}; restored is {instead}",
+    "set_aside": "WARNING: the shard of rank {rank}, iteration {iteration}, {words}; restored is {instead}",
     "save_failed": "the checkpoint of iteration {iteration} failed: {words}",
     "durable": "iteration {iteration} is durable ({seconds} s)",
     "drain_failed": "the drain of iteration {iteration} failed: {words}",

@@ -6,7 +6,9 @@ Usage: flat_memory.py DIRECTORY. A process of its own, so that nothing but the s
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -20,10 +22,10 @@ from slurm_resil.ckpt.snapshot import Arena
 BIG = 4 << 20  # elements of 4 bytes
 
 
-def facts(job: str) -> dict[str, int]:
-    # what is its own: pages of the mapped slots come and go with the host's need of memory
-    anonymous = Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]
-    rss = int(anonymous) << 10
+def facts(job: str, arena: Arena) -> dict[str, int]:
+    for slot in arena._slots.values():
+        bytes(slot.map[:: mmap.PAGESIZE])  # a host that needs memory takes mapped pages away: what is held is counted
+    rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     return {"rss": rss, "maps": maps, "fds": len(os.listdir("/proc/self/fd")), "files": len(os.listdir(f"{job}/slots"))}
 
@@ -38,7 +40,7 @@ def main() -> None:
         state["big"] = torch.full((BIG,), float(save))  # a new tensor each time
         manifest = w.save(arena, job, state, index=save % 3, iteration=save + 1)
         if save in (19, 199):
-            report["start" if save == 19 else "end"] = facts(job)
+            report["start" if save == 19 else "end"] = facts(job, arena)
     print(json.dumps({**report, "nbytes": manifest.nbytes, "manifests": len(os.listdir(f"{job}/manifests"))}))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -14,7 +15,8 @@ JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_SUBMIT_DIR": "/home
 def test_nothing_at_all_is_one_process() -> None:
     place = from_env({})
     assert (place.rank, place.info.world_size, place.info.nodes, place.leader) == (0, 1, 1, None)
-    assert place.info.run_id.startswith(f"local-{os.getpid()}-")  # the number alone comes again in containers
+    # the number alone comes again in containers
+    assert re.fullmatch(rf"local-{os.getpid()}-[0-9a-f]+-[0-9a-f]{{8}}", place.info.run_id)
     assert from_env({}).job_dir == place.job_dir
 
 

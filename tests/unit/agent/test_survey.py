@@ -55,13 +55,13 @@ def test_shards_of_several_attempts_are_never_mixed() -> None:
 
 
 def test_what_another_number_of_ranks_has_saved_is_not_given_up_for_a_start_from_nothing(tmp_path: Path) -> None:
-    words = f"x is of 2{OTHER_WORLD}1"
+    words = f"is not used: x is of 2{OTHER_WORLD}1"
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
     restoring.survey(0, [], [(90, 0, words)])
     plan = restoring.make(0)
     assert plan is not None
     assert plan.final
-    assert words in plan.error
+    assert plan.error == f"x is of 2{OTHER_WORLD}1: start as many, or another run (--run-id)"
     (tmp_path / "ckpt-0000000020.json").write_text("{}")
     restoring.start()
     restoring.survey(0, [], [(90, 0, words)])

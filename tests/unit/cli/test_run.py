@@ -72,7 +72,7 @@ def test_a_damaged_manifest_is_named_with_its_new_place_and_what_is_used_instead
     manifest.write_text("torn {")
     done = run(work, *command)
     assert done.returncode == 9
-    (line,) = [line for line in done.stderr.splitlines() if "is not used" in line]
+    (line,) = [line for line in done.stderr.splitlines() if "is damaged" in line]
     (lost,) = manifest.parent.glob("lost/*-000000.json.*[0-9]")
     assert "rank 0, iteration 4" in line and str(manifest) in line and f"moved to {lost}" in line
     assert f"restored is iteration 4 from {work / 'pfs' / 'r'}" in line
