@@ -215,7 +215,7 @@ def wipe(path: Path | None, name: str) -> None:
 @_dir_option
 @click.argument("name")
 @click.option("--resume", is_flag=True, help="Also take it out of DOWN or DRAIN.")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for Slurm.")
+@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to wait for Slurm.")
 def restore(path: Path | None, name: str, resume: bool, timeout: float) -> None:
     """Bring the node NAME back: link up, slurmd started if it is dead; returns when Slurm calls it usable."""
     _attach(path).node_restore(name, resume=resume, timeout_s=timeout)

@@ -243,13 +243,13 @@ class Sandbox:
         with locked(self.layout):
             self.host.wipe(node)
 
-    def node_restore(self, node: str, *, resume: bool = False, timeout_s: float = 120.0) -> None:
+    def node_restore(self, node: str, *, resume: bool = False, timeout_s: float = 60.0) -> None:
         """Heal the link and start the node if it is dead; returns when Slurm calls it usable.
 
         Args:
             node: Its name.
             resume: Also take it out of DOWN or DRAIN.
-            timeout_s: How long Slurm may take; it looks after silent nodes seldom, a quiet machine needs 40 s.
+            timeout_s: How long Slurm may take.
 
         Raises:
             ServiceError: Slurm took longer.
@@ -263,14 +263,20 @@ class Sandbox:
                 self._daemons.slurmd(node)
         end = time.monotonic() + timeout_s
         good = ("idle", "reserved", "allocated", "mixed", "completing")
+        # slurmctld looks after a node that it has given up about once a minute, and after all of them when it reads its
+        # configuration again; from 23.11 on that starts the daemons anew, which are ours to start
+        ask = self.version < (23, 11)
 
         def usable() -> str:
+            nonlocal ask
             if not self._daemons.registered_since(node, since_s):
                 return ""
             state = self.node_states().get(node, "")
             plain = state.rstrip("*~#!%$@^-+")
             if "*" not in state and plain in good:
                 return state
+            if ask and state.startswith("down*"):
+                ask = self.run(["scontrol", "reconfigure"], check=False).returncode != 0
             if resume and "*" not in state and plain in ("down", "drained", "draining"):
                 self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], check=False)
             return ""
