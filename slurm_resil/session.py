@@ -173,6 +173,7 @@ class Checkpointer:
         Raises:
             ConfigError: The environment makes no sense, or the burst buffer cannot be used.
             ServiceError: There is no agent.
+            UsageError: An argument makes no sense, or this process has a Checkpointer of the run that is not closed.
         """
         exits.install()
         place = from_env(env)
@@ -267,6 +268,7 @@ class Checkpointer:
 
         Raises:
             ResilError: With ``strict``: the save failed.
+            UsageError: The iteration is no whole number, or restore() was not called.
         """
         self._started()
         try:

@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slurm_resil.core import paths
+from slurm_resil.core.errors import ServiceError
 from slurm_resil.drain import lease
 from slurm_resil.sandbox import Sandbox
 from slurm_resil.sandbox.procs import wait_until
@@ -41,6 +41,8 @@ def two_nodes(cluster_factory) -> Iterator[Sandbox]:
 @pytest.fixture
 def world(two_nodes: Sandbox) -> Iterator[World]:
     """Four ranks on two nodes, sealed, everything alice's."""
+    # the job of the test before is off its nodes, which takes Slurm minutes when a message was lost
+    wait_until("idle nodes", lambda: set(two_nodes.node_states().values()) == {"idle"}, timeout_s=240)
     root = two_nodes.pfs / "drain"
     root.mkdir()
     made = build(root, ranks=4, per_node=2, scale=20)
@@ -110,19 +112,13 @@ def start(cluster: Sandbox, world: World, fault: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command.argv, env=command.env, cwd=command.cwd, stdout=pipe, stderr=pipe, text=True)
 
 
-def wait_halfway(world: World) -> None:
-    """Until one has stopped in its second round: the other one may not come to its own without it."""
-    wait_until("a stop", lambda: len(movers(world)) == 2 and bool(movers(world, "T")), timeout_s=60)
-
-
-def go_on(process: subprocess.Popen[str], world: World) -> None:
-    """Have the movers go on, also the one that stops only now."""
-    limit = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < limit:
-        for pid in movers(world, "T"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        time.sleep(0.1)
+def wait_both_stopped(cluster: Sandbox, world: World) -> None:
+    try:
+        wait_until("both stopped", lambda: len(movers(world, "T")) == 2, timeout_s=60)
+    except ServiceError:  # whose fault is it: ours, or was there no start?
+        print("movers", movers(world), "stopped", movers(world, "T"))
+        print(cluster.run(["squeue", "-a"], check=False).stdout, cluster.run(["sinfo", "-N"], check=False).stdout)
+        raise
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -164,9 +160,10 @@ def test_a_flipped_shard_is_named_with_its_node(two_nodes, world):
 def test_a_mover_killed_on_one_node_and_the_next_drain(two_nodes, world, victim):
     """S12."""
     process = start(two_nodes, world, "drain.round:stop@2")
-    wait_halfway(world)
+    wait_both_stopped(two_nodes, world)
     os.kill(movers(world)[victim], signal.SIGKILL)
-    go_on(process, world)
+    for pid in movers(world):
+        os.kill(pid, signal.SIGCONT)
     assert end(process)[0] != 0
     wait_until("both gone", lambda: not movers(world), timeout_s=30)
     assert world.published() == []
@@ -177,10 +174,11 @@ def test_a_mover_killed_on_one_node_and_the_next_drain(two_nodes, world, victim)
 
 def test_scancel_with_sigterm_leaves_nothing(two_nodes, world):
     process = start(two_nodes, world, "drain.round:stop@2")
-    wait_halfway(world)
+    wait_both_stopped(two_nodes, world)
     job = two_nodes.run(["squeue", "-h", "-o", "%i", "-u", "alice"]).stdout.split()[0]
     two_nodes.run(["scancel", "--signal=TERM", f"{job}.0"], user="alice")
-    go_on(process, world)
+    for pid in movers(world):
+        os.kill(pid, signal.SIGCONT)
     code, out, err = end(process)
     assert code == 75, err
     assert json.loads(out.splitlines()[-1])["event"] == "failed"
