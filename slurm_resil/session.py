@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import operator
 import os
@@ -15,7 +17,9 @@ from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.core import control, exits, fsio, paths
+from slurm_resil.core.background import Background
 from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, ServiceError, TryAgainError, UsageError
+from slurm_resil.core.log import event
 
 Backpressure = Literal["skip", "wait", "fail"]
 Private = Literal["error", "fresh", "rank_mod"]
@@ -25,6 +29,8 @@ RESTORE_WAIT_S = 1800.0  # for the other ranks
 SLOT_WAIT_S = 20.0  # for a slot, when somebody asked for the checkpoint
 BACKPRESSURE_WAIT_S = 600.0  # for a slot, with backpressure="wait"
 STOP_WAIT_S = 900.0  # at a stop without a deadline, for all ranks to be sealed
+SETTLE_S = 60.0  # for the copies of a lazy save
+PREPARE_WAIT_S = 600.0  # for the agent to lay out the slots
 CLOSE_WAIT_S = 120.0  # at the end, for what is being sealed
 DRAINED_TRIES, DRAINED_PAUSE_S = 3, 1.0
 _POLL_S = 0.002
@@ -39,49 +45,23 @@ class StateStore(Protocol):
     def write(self, index: int, iteration: int) -> str:
         """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""
 
+    def start(self, index: int, iteration: int) -> Callable[[], str]:
+        """Copy a part at once; the call that is returned does the rest, in another thread, and returns the draft."""
+
+    def want(self) -> str:
+        """Say in the burst buffer how slots should be laid out for the state as it is; returns the layout's name."""
+
+    def take(self, indices: tuple[int, ...]) -> None:
+        """Map slots that hold nothing of worth."""
+
     def load_local(self, iteration: int) -> None:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
 
     def load_drained(self, iteration: int) -> None:
         """Load from the drained file. Raises DataError if it is not what it claims to be."""
 
-
-class _SlotStore:
-    """The real one."""
-
-    def __init__(self, place: Place, state: Mapping[str, object], slots: int, private: Private) -> None:
-        from slurm_resil.ckpt.flatten import flatten
-        from slurm_resil.ckpt.memo import Memo
-        from slurm_resil.ckpt.snapshot import Arena
-
-        self._place, self._state, self._private = place, state, private
-        self._arena = Arena(place.job_dir, place.rank, slots=slots)
-        self._memo = Memo()
-        flatten(state)  # what cannot be stored is said before the training, not at its first checkpoint
-
-    def write(self, index: int, iteration: int) -> str:
-        from slurm_resil.ckpt.flatten import flatten
-
-        place = self._place
-        flat = flatten(self._state, self._memo)
-        manifest = self._arena.write(index, flat, iteration=iteration, run=place.info, node=place.node)
-        return self._arena.draft(manifest, flat)
-
-    def load_local(self, iteration: int) -> None:
-        from slurm_resil.catalog import LocalCatalog
-        from slurm_resil.ckpt.restore import restore_local
-
-        place = self._place
-        manifest = LocalCatalog(place.job_dir, run_id=place.info.run_id).load(iteration, place.rank)
-        restore_local(self._state, place.job_dir, manifest)
-
-    def load_drained(self, iteration: int) -> None:
-        from slurm_resil.catalog import RunCatalog
-        from slurm_resil.ckpt.restore import restore_drained
-
-        place = self._place
-        manifest = RunCatalog(place.run_dir, run_id=place.info.run_id).load(iteration)
-        restore_drained(self._state, place.run_dir, manifest, place.rank, place.info.world_size, private=self._private)
+    def close(self) -> None:
+        """Take back what was changed in the state's objects."""
 
 
 class Checkpointer:
@@ -110,6 +90,7 @@ class Checkpointer:
         every: int | None = None,
         backpressure: Backpressure = "skip",
         strict: bool = False,
+        lazy: bool = False,
     ) -> None:
         if backpressure not in get_args(Backpressure):
             raise UsageError(f"backpressure={backpressure!r} is none of {', '.join(get_args(Backpressure))}")
@@ -125,7 +106,11 @@ class Checkpointer:
         self._every, self._backpressure, self._strict = every, backpressure, strict
         self._store: StateStore | None = None
         self._seat: Seat | None = None
-        self._next = _NEVER
+        self._lazy = lazy
+        self._background: Background | None = None
+        self._late: Exception | None = None  # of a lazy save, for the caller
+        self._due = self._next = _NEVER  # of the cadence; and from where on step() looks further
+        self._prepared = False
         self._saved = 0
         self.last_error = ""
         hello = p.RankHello(
@@ -156,6 +141,7 @@ class Checkpointer:
         every: int | None = None,
         backpressure: Backpressure = "skip",
         strict: bool = False,
+        lazy: bool = False,
         env: Mapping[str, str] = os.environ,
     ) -> Checkpointer:
         """Make one from the environment of the rank; works without any, too.
@@ -168,6 +154,10 @@ class Checkpointer:
             every: Save whenever this many iterations are complete; default ``SLURM_RESIL_EVERY``.
             backpressure: What a save of the cadence does when no slot is free: ``skip``, ``wait`` or ``fail``.
             strict: Raise when a save fails, instead of reporting it and going on.
+            lazy: Copy parameters and what optimizers keep for them during the next forward and backward pass; the
+                optimizers' ``step()`` waits for what is left. Only for training in which nothing but ``step()`` of
+                optimizers that are in the state changes these (no CUDA graph around it, no writes to ``.data``). What
+                else changes them is found in most cases, and then the save fails.
             env: Environment.
 
         Raises:
@@ -179,10 +169,11 @@ class Checkpointer:
         place = from_env(env)
         return cls(
             place,
-            lambda slots, private: _SlotStore(place, state, slots, private),
+            functools.partial(_slot_store, place, state),
             every=every or place.every,
             backpressure=backpressure,
             strict=strict,
+            lazy=lazy,
         )
 
     def restore(self, *, private: Private = "error", timeout_s: float = RESTORE_WAIT_S) -> int:
@@ -206,6 +197,8 @@ class Checkpointer:
         """
         if self._seat is not None:
             raise UsageError("restore() was called already")
+        if self._lazy and self._background is None:
+            self._background = Background("resil copies")
         store = self._store = self._make_store(self._link.page.slots, private)
         plan, iteration, touched = 0, 0, False
         while True:
@@ -276,7 +269,34 @@ class Checkpointer:
             self._words[self._at] = iteration
         except (TypeError, ValueError) as error:
             raise UsageError(f"save({iteration!r}): a whole number of complete iterations is needed") from error
-        return self._save(iteration, wait_s=SLOT_WAIT_S)
+        self._raise_late()
+        return self._save(iteration, wait_s=SLOT_WAIT_S, lazy=self._lazy)
+
+    def prepare(self, *, timeout_s: float = PREPARE_WAIT_S) -> bool:
+        """Lay out and map all slots that are free, for the state as it is now, so that the next save is only a copy.
+
+        The agent does this by itself during the first iterations, but for the mapping. It is worth a call where the
+        first save has to be fast, and once the optimizer has its state: after the first iteration.
+
+        Returns:
+            Whether it was done; if not, ``last_error`` says why, and saves lay out what they need.
+
+        Raises:
+            ResilError: With ``strict``: it could not be done.
+            UsageError: restore() was not called.
+        """
+        self._started()
+        assert self._store is not None
+        self._prepared = True
+        try:
+            self._store.take(self._link.prepare(self._store.want(), timeout_s=timeout_s))
+        except Exception as error:
+            self.last_error = f"no slots were prepared: {error}"
+            self._log("%s", self.last_error)
+            if self._strict:
+                raise
+            return False
+        return True
 
     def wait(self, *, timeout_s: float) -> bool:
         """Wait until all ranks have sealed the newest save of this rank; False if not in time, or given up."""
@@ -294,12 +314,21 @@ class Checkpointer:
         Args:
             wait_s: Longest wait, seconds.
         """
+        copied = self._settle(wait_s)
         lost = self._link.settle(wait_s)
+        if not copied:
+            lost.append(self._saved)
         for iteration in lost:
             self._failed(iteration, f"not sealed {wait_s:g} s after the end")
         self._report()
         self._link.close()
+        if self._background is not None:
+            self._background.close()
+        if self._store is not None:
+            self._store.close()
         _open.discard(self._key)
+        atexit.unregister(self._settle)
+        self._raise_late()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -344,8 +373,10 @@ class Checkpointer:
         page = control.ControlPage.open(self._link.page.path, occupy=True)
         self._seat = seat = Seat(page, self._place.local_rank)
         self._words, self._at = seat.words, seat.iteration
-        if self._every is not None:
-            self._next = (start // self._every + 1) * self._every
+        self._set_due(start)
+        self._next = start + 1  # to prepare the slots
+        if self._lazy:
+            atexit.register(self._settle)  # the thread would end with the process
 
     def _started(self) -> Seat:
         if self._seat is None:
@@ -358,9 +389,13 @@ class Checkpointer:
         seat = self._started()
         iteration = operator.index(iteration)
         order = seat.look(iteration)
-        cadence = iteration >= self._next
-        if cadence and self._every is not None:
-            self._next = (iteration // self._every + 1) * self._every
+        cadence = iteration >= self._due
+        if cadence:
+            self._set_due(iteration)
+        self._next = self._due
+        if not self._prepared:
+            self._prepare_soon()
+        self._raise_late()
         if order.kind is not Kind.NOTHING:
             if not order.sure:
                 self._log("no decision on the checkpoint at iteration %d came in time; saving anyway", iteration)
@@ -373,7 +408,7 @@ class Checkpointer:
         else:
             return False
         try:
-            self._save(iteration, wait_s=wait_s)
+            self._save(iteration, wait_s=wait_s, lazy=self._lazy and order.kind is not Kind.SAVE_AND_STOP)
         finally:
             if order.epoch:
                 seat.acted(iteration)
@@ -383,17 +418,46 @@ class Checkpointer:
         self._wait_stop(seat, iteration)
         return True
 
-    def _save(self, iteration: int, *, wait_s: float) -> bool:
+    def _set_due(self, iteration: int) -> None:
+        if self._every is not None:
+            self._due = (iteration // self._every + 1) * self._every
+
+    def _prepare_soon(self) -> None:
+        """Let the agent lay out the slots while training goes on."""
+        self._prepared = True
+        assert self._store is not None
+        try:
+            self._link.prepare_soon(self._store.want())
+        except Exception as error:  # noqa: BLE001 -- the save will say it again, if it is still so
+            event(log, "not_prepared", level=logging.WARNING, rank=self._place.rank, why=str(error))
+
+    def _settle(self, timeout_s: float = SETTLE_S) -> bool:
+        """Wait for the lazy copies; False if they are not done in time."""
+        return self._background is None or self._background.settle(timeout_s)
+
+    def _raise_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None and self._strict:
+            raise late
+
+    def _save(self, iteration: int, *, wait_s: float, lazy: bool) -> bool:
         if iteration == self._saved:
             return True
         assert self._store is not None
+        if not self._settle():
+            self._failed(iteration, "the copies of the save before are not done")
+            return False
         try:
             try:
                 index = self._link.lease(iteration, wait_s=wait_s)
             except ServiceError as error:
                 raise TryAgainError(error.message, mend=error.mend) from error
-            draft = self._store.write(index, iteration)
-            self._link.seal(iteration, draft)
+            if lazy and self._background is not None:
+                finish = self._store.start(index, iteration)
+                self._background.put(lambda: self._hand_over(iteration, finish))
+                self._next = min(self._next, iteration + 1)  # to hear of it
+            else:
+                self._link.seal(iteration, self._store.write(index, iteration))
         except TryAgainError as error:
             self._link.give_up(iteration, error.message)
             self._failed(iteration, error.message)
@@ -402,14 +466,26 @@ class Checkpointer:
             return False
         except Exception as error:
             # the state is the user's: whatever its parts raise, training goes on
-            self._link.give_up(iteration, f"{type(error).__name__}: {error}")
-            self._failed(iteration, f"{type(error).__name__}: {error}")
+            self._lost(iteration, error)
             if self._strict:
                 raise
-            log.debug("save_failed", exc_info=True)
             return False
         self._saved = iteration
         return True
+
+    def _hand_over(self, iteration: int, finish: Callable[[], str]) -> None:
+        """Thread of the lazy copies."""
+        try:
+            self._link.seal(iteration, finish())
+        except Exception as error:  # noqa: BLE001 -- kept for the caller
+            self._lost(iteration, error)
+            self._late = error
+
+    def _lost(self, iteration: int, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self._link.give_up(iteration, why)
+        self._failed(iteration, why)
+        log.debug("save_failed", exc_info=error)
 
     def _wait_stop(self, seat: Seat, iteration: int) -> None:
         """Nobody leaves before all are sealed, or it is certain that they will not be."""
@@ -434,3 +510,23 @@ class Checkpointer:
 
     def _log(self, text: str, *values: object) -> None:
         log.error(f"slurm-resil: rank %d: {text}", self._place.rank, *values)
+
+
+def _slot_store(place: Place, state: Mapping[str, object], slots: int, private: Private) -> StateStore:
+    from slurm_resil.catalog import LocalCatalog, RunCatalog
+    from slurm_resil.ckpt.store import SlotStore
+
+    local = LocalCatalog(place.job_dir, run_id=place.info.run_id)
+    return SlotStore(
+        state,
+        job_dir=place.job_dir,
+        run_dir=place.run_dir,
+        info=place.info,
+        rank=place.rank,
+        node=place.node,
+        ranks_on_node=place.ranks_per_node,
+        slots=slots,
+        private=private,
+        shard=lambda iteration: local.load(iteration, place.rank),
+        drained=RunCatalog(place.run_dir, run_id=place.info.run_id).load,
+    )

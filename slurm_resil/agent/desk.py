@@ -24,6 +24,7 @@ from slurm_resil.format.manifest import ShardManifest
 
 SEALERS = 2  # threads that hash
 NICENESS = 10
+PREPARING_S = 4.0  # that a rank which will not wait for a slot waits for one that is being laid out
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +40,7 @@ class Rank:
     outcome: p.Loaded | None = None
     lease: tuple[p.Lease, float] | None = None  # and until when it waits
     sealing: dict[int, Future[ShardManifest]] = field(default_factory=dict)
+    preparing: Future[None] | None = None
     results: dict[int, p.Message] = field(default_factory=dict)  # what the leader was told, to say it again
 
     def send(self, message: p.Message) -> None:
@@ -196,6 +198,8 @@ class Desk:
                 self.serve_leases(now)
             case p.Seal():
                 self._seal(rank, message)
+            case p.Prepare():
+                self._prepare(rank, message.layout)
             case p.GiveUp():
                 rank.slots.refuse(message.iteration)
                 self._report(rank, self._failure(rank, message.iteration, message.reason, told=True))
@@ -228,10 +232,40 @@ class Desk:
             if index is not None:
                 rank.lease = None
                 rank.send(p.Slot(iteration=lease.iteration, index=index))
-            elif reason or now >= until:
+            elif reason or now >= until + (PREPARING_S if rank.preparing is not None else 0.0):
                 rank.lease = None
                 reason = reason or f"no slot is free: {rank.slots.words()}; all ranks have sealed {self.sealed_all}"
                 rank.send(p.NoSlot(iteration=lease.iteration, reason=reason))
+
+    # slots ahead of their first use
+
+    def _prepare(self, rank: Rank, layout: str) -> None:
+        indices = [] if rank.preparing is not None else rank.slots.begin_preparing()
+        reason = p.AT_IT if rank.preparing is not None else ""
+        if not indices:
+            rank.send(p.Prepared(layout=layout, indices=[], reason=reason))
+            return
+        future = rank.preparing = self._pool.submit(self._lay_out, rank, layout, indices)
+        future.add_done_callback(lambda _: self._later(lambda: setattr(rank, "preparing", None)))
+
+    def _lay_out(self, rank: Rank, layout: str, indices: list[int]) -> None:
+        """Thread of the pool."""
+        done: list[int] = []
+        reason = ""
+        for index in indices:
+            if not reason:
+                try:
+                    faults.point("agent.prepare")
+                    if self._store.prepare(rank.rank, index, rank.slots.count, layout):
+                        done.append(index)
+                    else:
+                        reason = "the state has another shape by now"
+                except (ResilError, OSError) as error:
+                    reason = f"{type(error).__name__}: {error}"
+            self._later(functools.partial(rank.slots.prepared, index))
+        if reason:
+            event(log, "not_prepared", level=logging.WARNING, rank=rank.rank, prepared=len(done), why=reason)
+        self._later(lambda: rank.send(p.Prepared(layout=layout, indices=done, reason=reason)))
 
     def _expendable(self, iteration: int) -> bool:
         return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up

@@ -55,6 +55,7 @@ class RankLink:
         self._started = 0
         self._outcome: p.RankLoaded | None = None
         self._leases: dict[int, p.Slot | p.NoSlot] = {}
+        self._prepared: p.Prepared | None = None
         self._pending: dict[int, p.Seal] = {}
         self._results: dict[int, str] = {}  # iteration: what was wrong, or nothing
         self._mute = False
@@ -125,6 +126,44 @@ class RankLink:
         if isinstance(lease, p.NoSlot):
             raise TryAgainError(lease.reason, iteration=iteration, rank=self._hello.rank)
         return lease.index
+
+    def prepare_soon(self, layout: str) -> None:
+        """Ask for slots to be laid out, see ``Prepare``."""
+        with self._changed:
+            self._prepared = None
+        self._send(p.Prepare(layout=layout))
+
+    def prepare(self, layout: str, *, timeout_s: float) -> tuple[int, ...]:
+        """Have slots laid out; returns those that are free and laid out now.
+
+        Raises:
+            TryAgainError: Not all that are free could be.
+            ServiceError: The agent does not answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        asked: Channel | None = None
+
+        def answer() -> p.Prepared | None:
+            nonlocal asked
+            if self._channel is not asked:
+                asked = self._channel
+                self._prepared = None
+                self._send(p.Prepare(layout=layout))
+            found = self._prepared
+            return found if found is not None and found.layout == layout else None
+
+        while True:
+            with self._changed:
+                found = self._changed.wait_for(answer, deadline - time.monotonic())
+            if found is None:
+                raise ServiceError(f"the agent laid out no slots in {timeout_s:g} s", path=self._path)
+            if found.reason != p.AT_IT:
+                break
+            asked = None  # what was asked for before is at work
+            self._closing.wait(RETRY_S)
+        if found.reason:
+            raise TryAgainError(found.reason, rank=self._hello.rank)
+        return tuple(found.indices)
 
     def seal(self, iteration: int, draft: str) -> None:
         """Hand a written slot over."""
@@ -254,6 +293,8 @@ class RankLink:
                     self._restore = message
                 case p.Start():
                     self._started = max(self._started, message.plan)
+                case p.Prepared():
+                    self._prepared = message
                 case p.Slot() | p.NoSlot():
                     self._leases[message.iteration] = message
                 case p.ShardSealed():

@@ -25,24 +25,20 @@ manifest of that iteration nor gives its slots away. The lock ends with the proc
 
 from __future__ import annotations
 
-import dataclasses
-import typing
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from slurm_resil.core.errors import DataError
+from slurm_resil.agent.wire import Message as Message
+from slurm_resil.agent.wire import from_wire as from_wire
+from slurm_resil.agent.wire import to_wire as to_wire
 
 Source = Literal["fresh", "local", "drained"]
 Outcome = Literal["ok", "bad", "error", "unfit"]
 
 
+AT_IT = "slots are being laid out already"
 OTHER_WORLD = " ranks, these are "  # in words about shards of this run that are good, but for another number of ranks
 UNREADABLE = "cannot be read: "  # begins the reason of a rank that could not look: nothing is known to be bad
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """Anything that is said."""
 
 
 # agent → leader
@@ -88,7 +84,7 @@ class Survey(Message):
 
     cycle: int
     shards: list[tuple[int, int, int]]
-    passed_over: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    passed_over: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ class Sealed(Message):
     iteration: int
     rank: int
     cycle: int
-    costs_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    costs_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +240,7 @@ class Plan(Message):
     iteration: int
     sources: list[Source]
     complete: int
-    lost: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    lost: list[tuple[int, int, str]] = field(default_factory=list)
     error: str = ""
     final: bool = False
 
@@ -365,6 +361,17 @@ class GiveUp(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prepare(Message):
+    """Lay out the slots that are free, as this rank has published; answered with Prepared when it is done.
+
+    Attributes:
+        layout: Name of the layout; what is published may be another by now.
+    """
+
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leave(Message):
     """The rank ends on purpose."""
 
@@ -420,6 +427,21 @@ class NoSlot(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prepared(Message):
+    """Slots were laid out ahead.
+
+    Attributes:
+        layout: As in Prepare.
+        indices: Slots that are free and have it.
+        reason: Why it is not all of them, empty if it is.
+    """
+
+    layout: str
+    indices: list[int]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardSealed(Message):
     """This rank's shard is sealed."""
 
@@ -439,53 +461,3 @@ class Refuse(Message):
     """The agent does not want this rank."""
 
     reason: str
-
-
-_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
-_HINTS = {kind: typing.get_type_hints(kind) for kind in _TYPES.values()}
-
-
-def to_wire(message: Message) -> dict[str, Any]:
-    """Put a message into a JSON object."""
-    return {"t": type(message).__name__, **dataclasses.asdict(message)}
-
-
-def from_wire(raw: dict[str, Any]) -> Message:
-    """Read a message.
-
-    Raises:
-        DataError: It is none, or a field is missing, unknown or of another type.
-    """
-    kind = _TYPES.get(str(raw.get("t")))
-    if kind is None:
-        raise DataError(f"{str(raw.get('t'))[:40]!r} is no message")
-    given = {name: value for name, value in raw.items() if name != "t"}
-    hints = _HINTS[kind]
-    for name, value in given.items():
-        if name not in hints or not _fits(value, hints[name]):
-            raise DataError(f"{kind.__name__}.{name[:40]} cannot be {str(value)[:80]!r}")
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise DataError(f"{kind.__name__}: {error}") from error
-
-
-def _fits(value: object, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in arguments
-    if origin is list:
-        return isinstance(value, list) and all(_fits(entry, arguments[0]) for entry in value)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(key, arguments[0]) and _fits(entry, arguments[1]) for key, entry in value.items()
-        )
-    if arguments:  # a union
-        return any(_fits(value, choice) for choice in arguments)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)

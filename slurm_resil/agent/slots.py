@@ -28,6 +28,7 @@ def parse(name: str) -> tuple[int, int] | None:
 class _Slot:
     iteration: int = 0  # what it holds, or what is being written; 0 for nothing
     busy: bool = False  # being written or sealed
+    preparing: bool = False  # being laid out
     refused: bool = False  # the rank could not write it the last time: space may be short for it, not for the others
 
 
@@ -38,10 +39,13 @@ class Slots:
         job_dir: Job's directory in the burst buffer.
         rank: Global rank.
         count: Number of slots.
+
+    Attributes:
+        count: Number of slots.
     """
 
     def __init__(self, job_dir: str, rank: int, count: int) -> None:
-        self._job_dir, self._rank = job_dir, rank
+        self._job_dir, self._rank, self.count = job_dir, rank, count
         self._slots = [_Slot() for _ in range(count)]
 
     def holds(self, index: int, iteration: int) -> None:
@@ -72,7 +76,7 @@ class Slots:
             slot = self._slots[index]
             if slot.refused and not last_try:
                 break
-            if slot.busy or (slot.iteration and not expendable(slot.iteration)):
+            if slot.busy or slot.preparing or (slot.iteration and not expendable(slot.iteration)):
                 continue
             if slot.iteration and not self._evict(slot.iteration):
                 continue
@@ -124,6 +128,17 @@ class Slots:
                 os.unlink(paths.manifest(self._job_dir, newer, self._rank))
             self.free(newer)
         return found
+
+    def begin_preparing(self) -> list[int]:
+        """Keep the slots that hold nothing for those who lay them out; returns their indices."""
+        found = [index for index, slot in enumerate(self._slots) if not (slot.iteration or slot.busy or slot.preparing)]
+        for index in found:
+            self._slots[index].preparing = True
+        return found
+
+    def prepared(self, index: int) -> None:
+        """Say that a slot is laid out, or will not be."""
+        self._slots[index].preparing = False
 
     def words(self) -> str:
         """What holds the slots, for a message."""

@@ -22,5 +22,13 @@ class Store(Protocol):
             OSError: The file system refused.
         """
 
+    def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
+        """Lay out a slot that holds nothing as its rank has published; False if that is another layout by now.
+
+        Raises:
+            ResilError: There is no space, or what is published makes no sense.
+            OSError: The file system refused.
+        """
+
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """Take a shard out of the candidates, and keep it; returns where its manifest is now, None if it is gone."""

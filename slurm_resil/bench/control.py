@@ -34,11 +34,26 @@ class _Nothing:
     def seal(self, draft: ShardManifest) -> ShardManifest:
         return draft
 
+    def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
+        return True
+
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         return None
 
     def write(self, index: int, iteration: int) -> str:
         raise AssertionError("nothing asks for a save")
+
+    def start(self, index: int, iteration: int) -> Callable[[], str]:
+        raise AssertionError("nothing asks for a save")
+
+    def want(self) -> str:
+        return ""
+
+    def take(self, indices: tuple[int, ...]) -> None:
+        """Map nothing."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def load_local(self, iteration: int) -> None:
         raise AssertionError("there is nothing to load")

@@ -38,12 +38,16 @@ class Flat:
         sources: The memory of each item itself, not a copy: a local tensor (any device, any strides) or an array.
         values: Everything else, as JSON.
         segments: Parts of ``values`` that stay the same objects from save to save.
+        origins: What is in the state of each item: the parameter, of which the source may be the local part.
+        optimizers: Optimizers of the state whose ``step()`` is what changes their parameters and tensors.
     """
 
     items: tuple[FlatItem, ...]
     sources: tuple[torch.Tensor | Array, ...]
     values: Any
     segments: tuple[Any, ...] = ()
+    origins: tuple[object, ...] = ()
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -72,6 +72,8 @@ def _walk(state: Mapping[str, object], memo: Memo, *, replay: bool) -> Flat:
         sources=tuple(flattener.sources),
         values={"$": "dict", "of": of},
         segments=memo.nodes,
+        origins=tuple(flattener.origins),
+        optimizers=tuple(flattener.optimizers),
     )
 
 
@@ -87,6 +89,7 @@ class _Flattener:
     own: set[str] | None = None  # items that the segment which is being written down has added
     borrows: bool = False  # it refers to an item of another part
     open: list[int] = field(default_factory=list)  # containers that are being walked through
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     given: str = ""  # class whose state_dict() gave what is being walked through
 
     def encode(self, value: object, path: Path) -> Any:
@@ -172,12 +175,12 @@ class _Flattener:
             known = memo.segments[key]
             if known is None:
                 return build()
-            sources = known.sources(keys, tensors)
-            if sources is None or not self.names.keys().isdisjoint(known.names):
+            found = known.sources(keys, tensors)
+            if found is None or not self.names.keys().isdisjoint(known.names):
                 raise ChangedError(key)
             self.items += known.items
-            self.sources += sources
-            self.origins += sources
+            self.sources += found[0]
+            self.origins += found[1]
             self.names.update(known.names)
             self.taken.update(item.name for item in known.items)
             return known.node
@@ -236,6 +239,7 @@ class _Flattener:
 
     def optimizer(self, value: torch.optim.Optimizer, path: Path) -> Any:
         """Encode an optimizer, its state by the names of the parameters."""
+        self.optimizers.append(value)
         parameters = [parameter for group in value.param_groups for parameter in group["params"]]
         sizes = [len(group["params"]) for group in value.param_groups]
         names = self.segment(("names", path), sizes, parameters, lambda: self.parameter_names(value))

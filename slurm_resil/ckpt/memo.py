@@ -53,8 +53,10 @@ class Segment:
     picks: tuple[int, ...]
     names: Mapping[object, str]
 
-    def sources(self, keys: Sequence[object], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The memory of each item now; None if anything is not as it was."""
+    def sources(
+        self, keys: Sequence[object], tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The memory of each item now, and the tensor that has it; None if anything is not as it was."""
         if len(tensors) != len(self.prints) or keys != self.keys:
             return None
         locals_: list[torch.Tensor] = []
@@ -74,7 +76,7 @@ class Segment:
             ):
                 return None
             locals_.append(local)
-        return [locals_[index] for index in self.picks]
+        return [locals_[index] for index in self.picks], [tensors[index] for index in self.picks]
 
 
 @dataclass

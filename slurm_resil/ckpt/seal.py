@@ -45,7 +45,7 @@ def seal(job_dir: str, draft: ShardManifest, *, sync: bool = False, workers: int
     started = time.perf_counter()
     with mapped(job_dir, draft) as (data, fd):
         hashes = _hashes(data, draft.items, workers)
-        structure = frame.digest(lambda start, stop: data[start:stop], draft.items, len(data))
+        structure = frame.digest(lambda start, stop: data[start:stop], frame.spans(draft.items), len(data))
         stamps.check(data, draft, slot_path(job_dir, draft))
         if sync:
             os.fsync(fd)

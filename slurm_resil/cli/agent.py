@@ -39,6 +39,18 @@ class BurstBuffer:
 
         return seal(self._job_dir, draft)
 
+    def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
+        """See Store."""
+        from slurm_resil.ckpt.slotfile import SlotFiles, Wanted
+
+        wanted = Wanted.read(self._job_dir, rank)
+        if (wanted.rank, wanted.digest) != (rank, layout):
+            return False
+        files = SlotFiles(self._job_dir, rank, slots)
+        if not files.fits(index, wanted):
+            files.create(index, wanted)[1].close()
+        return True
+
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """See Store."""
         return self._catalog.quarantine(iteration, rank, reason)

@@ -6,7 +6,7 @@ the stamp, which is compared word by word, no byte of a sealed slot changes unse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import xxhash
@@ -20,11 +20,15 @@ _CHUNK_BYTES = 8 << 20  # read at once; a gap is small unless the manifest is od
 Read = Callable[[int, int], Any]  # a buffer with the bytes from .. to
 
 
-def gaps(items: Sequence[Item], size: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a slot of ``size`` bytes that belong to the frame, in order."""
-    taken = [*stamp.RANGES, *((item.offset, item.offset + item.nbytes) for item in items if item.offset is not None)]
+def spans(items: Iterable[Item]) -> Iterator[tuple[int, int]]:
+    """Byte ranges of items."""
+    return ((item.offset, item.offset + item.nbytes) for item in items if item.offset is not None)
+
+
+def gaps(taken: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a slot of ``size`` bytes that belong to the frame, in order; ``taken`` are those of the items."""
     at = 0
-    for start, stop in sorted(taken):
+    for start, stop in sorted([*stamp.RANGES, *taken]):
         if at < min(start, size):
             yield at, min(start, size)
         at = max(at, stop)
@@ -32,10 +36,10 @@ def gaps(items: Sequence[Item], size: int) -> Iterator[tuple[int, int]]:
         yield at, size
 
 
-def digest(read: Read, items: Sequence[Item], size: int) -> str:
-    """Hash the frame of a slot of ``size`` bytes."""
+def digest(read: Read, taken: Iterable[tuple[int, int]], size: int) -> str:
+    """Hash the frame of a slot, see :func:`gaps`."""
     state = xxhash.xxh3_128()
-    for start, stop in gaps(items, size):
+    for start, stop in gaps(taken, size):
         for at in range(start, stop, _CHUNK_BYTES):
             state.update(read(at, min(at + _CHUNK_BYTES, stop)))
     return state.hexdigest()
@@ -47,7 +51,7 @@ def check(read: Read, manifest: ShardManifest, size: int, where: str) -> None:
     Raises:
         DataError: It is another (fault ``flipped``).
     """
-    if manifest.frame and digest(read, manifest.items, size) != manifest.frame:
+    if manifest.frame and digest(read, spans(manifest.items), size) != manifest.frame:
         raise DataError(
             f"{where}: the file's structure (superblock, headers, padding) does not match its hash",
             fault="flipped",

@@ -16,7 +16,7 @@ import torch
 
 from slurm_resil.catalog import LocalCatalog, RunCatalog
 from slurm_resil.ckpt import seal
-from slurm_resil.ckpt.device import Registered
+from slurm_resil.ckpt.device import CudaRuntime, Registered
 from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.core import paths
@@ -191,7 +191,7 @@ def test_s14_memory_is_registered_once(tmp_path, monkeypatch):
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    registered = Registered()
+    registered = Registered(CudaRuntime())
     maps = [mmap.mmap(-1, 4096) for _ in range(2)]
     for _ in range(5):
         for map_ in maps:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ class RawStore:
         faults.point("store.published")
         return manifest
 
+    def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
+        return True
+
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         source = paths.manifest(self.job_dir, iteration, rank)
         target = os.path.join(self.job_dir, "lost", os.path.basename(source))
@@ -95,6 +99,18 @@ class RawState:
         )
         description = draft.describe(place.job_dir, name, manifest.items, ())
         return draft.to_wire(manifest, description, ())
+
+    def start(self, index: int, iteration: int) -> Callable[[], str]:
+        raise NotImplementedError
+
+    def want(self) -> str:
+        return "raw"
+
+    def take(self, indices: tuple[int, ...]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def load_local(self, iteration: int) -> None:
         place = self.place

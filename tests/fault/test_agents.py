@@ -291,7 +291,7 @@ def test_a_rank_that_dies_on_the_way_fails_the_checkpoint_and_the_old_one_stands
         nodes.start_rank(rank, cycle=1, iterations=FOREVER, pace_s=PACE)
     again = nodes.event("Restored", count=2)
     assert (again["cycle"], again["iteration"]) == (1, first)
-    assert set(nodes.sealed()) == {first}
+    wait_for("what is newer to be forgotten", lambda: set(nodes.sealed()) == {first})
     nodes.train_to(failed["iteration"] + 5)
     stop(nodes)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from slurm_resil.ckpt import seal
-from slurm_resil.ckpt.device import HostLane, Lanes
 from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.core import paths
@@ -108,43 +107,6 @@ def test_an_empty_state(tmp_path):
     w.load(job, {})
 
 
-def test_copies_that_are_still_under_way_are_waited_for(tmp_path):
-    """A lane that copies late, as a device does: write() returns only when all of it has arrived."""
-
-    class Late(HostLane):
-        def __init__(self) -> None:
-            self.pending, self.started = [], 0
-
-        def start(self) -> None:
-            self.started += 1
-
-        def copy(self, target, source) -> None:
-            self.pending.append((target, source))
-
-        def finish(self) -> None:
-            for target, source in self.pending:
-                target.copy_(source)
-            self.pending.clear()
-
-    lanes = []
-
-    def make(device):
-        lanes.append(Late())
-        return lanes[-1]
-
-    job = w.job(tmp_path)
-    arena = Arena(job, 0, slots=2, lanes=Lanes(make))
-    state = {"a": torch.ones(1000), "b": torch.arange(5)}
-    for iteration in (1, 2):
-        draft = arena.write(0, flatten(state), iteration=iteration, run=w.run_info(), node="n")
-        state["a"].fill_(7)
-        seal.seal(job, draft)
-        other = {"a": torch.zeros(1000), "b": torch.zeros(5, dtype=torch.long)}
-        w.load(job, other, iteration=iteration)
-        assert other["a"][0] == (1 if iteration == 1 else 7)
-    assert len(lanes) == 1 and lanes[0].started == 2
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("registered", [True, False])
 def test_cuda(tmp_path, registered, monkeypatch):
@@ -211,10 +173,10 @@ def test_a_burst_buffer_that_fills_up_meanwhile(tmp_path):
         info = os.statvfs(root)
         with open(f"{root}/other", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, (info.f_bavail - 8) * info.f_frsize)
-        check, arena._check_space = arena._check_space, lambda *_: None
+        check, arena._files._check_space = arena._files._check_space, lambda *_: None
         with pytest.raises(SpaceError, match="bytes for rank 0"):
             w.save(arena, job, state, index=2, iteration=3)
-        arena._check_space = check
+        arena._files._check_space = check
         with pytest.raises(SpaceError, match=r"free space there, .* the next saves use the 2 slots that are there"):
             w.save(arena, job, state, index=2, iteration=3)
         still_whole(job, [1, 2], state)

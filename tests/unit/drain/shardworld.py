@@ -106,7 +106,7 @@ class World:
                 mark = stamp.make(run, generation=1, iteration=iteration, rank=rank)
                 stamp.begin(slot_map, mark)
                 stamp.end(slot_map, mark)
-                outer = frame.digest(lambda start, stop: slot_map[start:stop], items, len(slot_map))
+                outer = frame.digest(lambda start, stop: slot_map[start:stop], frame.spans(items), len(slot_map))
         replace(manifest, frame=outer).publish(paths.manifest(job_dir, iteration, rank), sync=False)
 
     def manifest(self, rank: int, iteration: int = ITERATION) -> ShardManifest:

@@ -1,0 +1,109 @@
+"""How one rank's state gets into its slots and back: what a session uses of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from slurm_resil.ckpt.flatten import flatten
+from slurm_resil.ckpt.lazy import Hooks
+from slurm_resil.ckpt.memo import Memo
+from slurm_resil.ckpt.private import Policy
+from slurm_resil.ckpt.restore import restore_drained, restore_local
+from slurm_resil.ckpt.slotfile import check_capacity
+from slurm_resil.ckpt.snapshot import Arena
+from slurm_resil.core.model import RunInfo
+from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+
+
+class SlotStore:
+    """See the module.
+
+    Args:
+        state: Training state.
+        job_dir: Job's directory in the burst buffer.
+        run_dir: Run's directory on the parallel file system.
+        info: Run.
+        rank: Global rank.
+        node: Name of this node.
+        ranks_on_node: Ranks that share the burst buffer.
+        slots: Number of slots.
+        private: What becomes of rank-private state when the number of ranks has changed.
+        shard: Finds the manifest of this rank's sealed shard of an iteration.
+        drained: Finds the manifest of the drained file of an iteration.
+
+    Raises:
+        StateError: Something in the state cannot be stored.
+        SpaceError: The burst buffer is too small for it.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        *,
+        job_dir: str,
+        run_dir: str,
+        info: RunInfo,
+        rank: int,
+        node: str,
+        ranks_on_node: int,
+        slots: int,
+        private: Policy,
+        shard: Callable[[int], ShardManifest],
+        drained: Callable[[int], DrainedManifest],
+    ) -> None:
+        self._state, self._job_dir, self._run_dir, self._private = state, job_dir, run_dir, private
+        self._info, self._rank, self._node = info, rank, node
+        self._shard, self._drained = shard, drained
+        self._arena = Arena(job_dir, rank, slots=slots)
+        self._memo = Memo()
+        self._hooks = Hooks()
+        # what cannot be stored is said before the training, not at its first checkpoint
+        check_capacity(job_dir, self._arena.wanted(flatten(state)), ranks_on_node)
+
+    def write(self, index: int, iteration: int) -> str:
+        """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""
+        flat = flatten(self._state, self._memo)
+        manifest = self._arena.write(index, flat, iteration=iteration, run=self._info, node=self._node)
+        return self._arena.draft(manifest, flat)
+
+    def start(self, index: int, iteration: int) -> Callable[[], str]:
+        """Copy what may change before the next ``step()`` of an optimizer; the rest is for the call that is returned.
+
+        Returns:
+            Does the rest, in another thread, and returns the draft of the manifest. Optimizers wait for it, or help.
+        """
+        flat = flatten(self._state, self._memo)
+        stays = self._hooks.watch(flat.optimizers)
+        writing = self._arena.start(index, flat, iteration=iteration, run=self._info, node=self._node, later=stays)
+        self._hooks.pending = writing.copies.release
+
+        def finish() -> str:
+            try:
+                return self._arena.draft(writing.finish(), flat)
+            finally:
+                self._hooks.pending = None
+
+        return finish
+
+    def want(self) -> str:
+        """Say in the burst buffer how slots should be laid out for the state as it is; returns the layout's name."""
+        wanted = self._arena.wanted(flatten(self._state, self._memo))
+        wanted.publish(self._job_dir)
+        return wanted.digest
+
+    def take(self, indices: tuple[int, ...]) -> None:
+        """Map slots that hold nothing of worth; they are laid out unless they are already."""
+        self._arena.prepare(flatten(self._state, self._memo), indices)
+
+    def load_local(self, iteration: int) -> None:
+        """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
+        restore_local(self._state, self._job_dir, self._shard(iteration))
+
+    def load_drained(self, iteration: int) -> None:
+        """Load from the drained file. Raises DataError if it is not what it claims to be."""
+        manifest, world_size = self._drained(iteration), self._info.world_size
+        restore_drained(self._state, self._run_dir, manifest, self._rank, world_size, private=self._private)
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        self._hooks.close()
