@@ -19,7 +19,7 @@ import xxhash
 
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError
-from slurm_resil.format import frame
+from slurm_resil.format import blocks, frame
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest
 
@@ -44,14 +44,15 @@ def seal(job_dir: str, draft: ShardManifest, *, sync: bool = False, workers: int
     """
     started = time.perf_counter()
     with mapped(job_dir, draft) as (data, fd):
-        hashes = _hashes(data, draft.items, workers)
+        unsealed = [replace(i, block_bytes=size) if (size := blocks.block_size(i.nbytes)) else i for i in draft.items]
+        hashes = _hashes(data, unsealed, workers)
         structure = frame.digest(lambda start, stop: data[start:stop], frame.spans(draft.items), len(data))
         stamps.check(data, draft, slot_path(job_dir, draft))
         if sync:
             os.fsync(fd)
-    items = tuple(replace(item, xxh3=xxh3) for item, xxh3 in zip(draft.items, hashes, strict=True))
+    items = tuple(replace(item, xxh3=one, blocks=each) for item, (one, each) in zip(unsealed, hashes, strict=True))
     costs = {**draft.costs_s, "seal": time.perf_counter() - started}
-    manifest = replace(draft, items=items, frame=structure, costs_s=costs)
+    manifest = replace(draft, version=ShardManifest.READS[-1], items=items, frame=structure, costs_s=costs)
     path = paths.manifest(job_dir, manifest.iteration, manifest.rank)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     manifest.publish(path, sync=sync)
@@ -78,11 +79,12 @@ def check_items(
     """
     hashes = _hashes(data, items, workers)
     stamps.check(data, manifest, where)
-    bad = [item.name for item, xxh3 in zip(items, hashes, strict=True) if item.xxh3 != xxh3]
+    pairs = zip(items, hashes, strict=True)
+    bad = [flaw for item, found in pairs if (flaw := blocks.flaw(item, found))]
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        more = f"; and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise DataError(
-            f"{where}: the bytes of {bad[0]}{more} do not match their hash",
+            f"{where}: {bad[0]}{more}",
             fault="flipped",
             iteration=manifest.iteration,
         )
@@ -132,16 +134,16 @@ def mapped(job_dir: str, manifest: ShardManifest) -> Iterator[tuple[mmap.mmap, i
         os.close(fd)
 
 
-def _hashes(data: mmap.mmap, items: Sequence[Item], workers: int) -> list[str]:
+def _hashes(data: mmap.mmap, items: Sequence[Item], workers: int) -> list[blocks.Hashes]:
     with memoryview(data) as view:
 
-        def one(item: Item) -> str:
-            state = xxhash.xxh3_128()
+        def one(item: Item) -> blocks.Hashes:
+            state = blocks.ItemHash(item.block_bytes)
             if item.offset is not None:
                 stop = item.offset + item.nbytes
                 for at in range(item.offset, stop, _CHUNK_BYTES):
                     state.update(view[at : min(at + _CHUNK_BYTES, stop)])
-            return state.hexdigest()
+            return state.finish()
 
         if workers <= 1:
             return [one(item) for item in items]

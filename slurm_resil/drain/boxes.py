@@ -1,40 +1,11 @@
-"""Boxes of tensors as byte runs, and whether boxes tile a tensor. Pure; shapes and starts in elements."""
+"""Boxes of tensors as byte runs. Pure; shapes and starts in elements."""
 
 from __future__ import annotations
-
-import functools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from slurm_resil.comm.base import Int64s, Runs
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a tensor.
-
-    Attributes:
-        start: First element of each dimension.
-        shape: Size in each dimension.
-    """
-
-    start: Shape
-    shape: Shape
-
-    @property
-    def volume(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-def strides(shape: Shape) -> Shape:
-    """Row-major strides in elements."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+from slurm_resil.format.boxes import Box, Shape, strides
 
 
 def runs(shape: Shape, source: Box, target: Box, *, source_shape: Shape, itemsize: int, first: int, last: int) -> Runs:
@@ -98,49 +69,3 @@ def segments(offset: Int64s, length: Int64s) -> tuple[Int64s, Int64s]:
         return offset, length
     first = np.flatnonzero(np.concatenate(([True], offset[1:] != offset[:-1] + length[:-1])))
     return offset[first], np.add.reduceat(length, first)
-
-
-@functools.lru_cache(maxsize=4096)
-def flaw(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """Say why boxes do not tile a tensor exactly once; empty if they do.
-
-    Args:
-        shape: Shape of the tensor.
-        boxes: Distinct boxes, none empty.
-    """
-    for box in boxes:
-        if len(box.start) != len(shape) or any(
-            at < 0 or at + size > limit for at, size, limit in zip(box.start, box.shape, shape, strict=True)
-        ):
-            return f"{_words(box)} is not inside {list(shape)}"
-    if not shape:
-        return "" if len(boxes) == 1 else f"the scalar is there {len(boxes)} times"
-    edges = [
-        np.unique([0, limit, *(b.start[d] for b in boxes), *(b.start[d] + b.shape[d] for b in boxes)])
-        for d, limit in enumerate(shape)
-    ]
-    count = np.zeros([len(edge) - 1 for edge in edges], np.int32)
-    for box in boxes:
-        at = tuple(
-            slice(int(np.searchsorted(edge, start)), int(np.searchsorted(edge, start + size)))
-            for edge, start, size in zip(edges, box.start, box.shape, strict=True)
-        )
-        count[at] += 1
-    wrong = np.argwhere(count != 1)
-    if wrong.size == 0 and count.size:
-        return ""
-    cell = tuple(int(i) for i in wrong[0])
-    place = Box(
-        tuple(int(edge[i]) for edge, i in zip(edges, cell, strict=True)),
-        tuple(int(edge[i + 1] - edge[i]) for edge, i in zip(edges, cell, strict=True)),
-    )
-    return f"{_words(place)} is {'missing' if count[cell] == 0 else f'there {int(count[cell])} times'}"
-
-
-def _words(box: Box) -> str:
-    return "[" + ", ".join(f"{at}:{at + size}" for at, size in zip(box.start, box.shape, strict=True)) + "]"
-
-
-def covered(shape: Shape, parts: Sequence[Box]) -> bool:
-    """Whether boxes tile a (local) tensor exactly once."""
-    return math.prod(shape) == 0 or flaw(shape, tuple(part for part in parts if part.volume)) == ""

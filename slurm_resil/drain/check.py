@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable
 
 import numpy as np
-import xxhash
 
 from slurm_resil.comm.base import Bytes
 from slurm_resil.core import paths, pins
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain import shards
 from slurm_resil.drain.shards import READ_BYTES, pread_into
-from slurm_resil.format import frame, stamp
+from slurm_resil.format import blocks, frame, stamp
 from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest, digest
 
 
@@ -68,7 +67,7 @@ def _outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
 
 
 def _item_flaw(fd: int, path: str, manifest: ShardManifest, item: Item, done: Callable[[int], None]) -> str:
-    state = xxhash.xxh3_128()
+    state = blocks.ItemHash(item.block_bytes)
     buffer = np.empty(min(READ_BYTES, max(item.nbytes, 1)), np.uint8)
     try:
         for at in range(0, item.nbytes, buffer.size):
@@ -78,9 +77,8 @@ def _item_flaw(fd: int, path: str, manifest: ShardManifest, item: Item, done: Ca
             done(len(view))
     except DataError as error:
         return f"{item.name} of rank {manifest.rank}: {error.message}"
-    if state.hexdigest() == item.xxh3:
-        return ""
-    return f"{item.name} of rank {manifest.rank} in {path} does not match the hash of its seal"
+    found = blocks.flaw(item, state.finish())
+    return f"{path} of rank {manifest.rank}: {found}" if found else ""
 
 
 def drained_flaws(run_dir: str, iteration: int, done: Callable[[int], None] = lambda _: None) -> list[str]:

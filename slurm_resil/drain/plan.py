@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from slurm_resil.comm.base import Runs
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain import boxes
 from slurm_resil.drain.balance import Holding, Survey, share, survey
-from slurm_resil.drain.boxes import Box
+from slurm_resil.format.boxes import Box, Shape, covered, flaw, inside
 from slurm_resil.format.manifest import Item
+from slurm_resil.format.world import words
 
 VALUES = "values"
 VALUES_DTYPE = "json"
@@ -91,7 +91,7 @@ class Source:
             whole = Box((0,), (item.nbytes,))
             self._set(1, (item.nbytes,), (item.nbytes,), ((whole, whole),) if item.nbytes else ())
 
-    def _set(self, itemsize: int, shape: boxes.Shape, target: boxes.Shape, parts: tuple[tuple[Box, Box], ...]) -> None:
+    def _set(self, itemsize: int, shape: Shape, target: Shape, parts: tuple[tuple[Box, Box], ...]) -> None:
         for name, value in (("itemsize", itemsize), ("shape", shape), ("target_shape", target), ("parts", parts)):
             object.__setattr__(self, name, value)
 
@@ -119,7 +119,7 @@ class Source:
     @property
     def whole(self) -> bool:
         """Whether the parts cover the item, so that its bytes can be told from the target's."""
-        return boxes.covered(self.shape, [inside for inside, _ in self.parts])
+        return covered(self.shape, [inside for inside, _ in self.parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,43 +168,6 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all targets."""
         return sum(self.loads)
-
-
-def fit(heads: Sequence[Head]) -> None:
-    """Check that shards make one checkpoint.
-
-    Raises:
-        DataError: They do not: says what and on which ranks.
-    """
-    if not heads:
-        raise DataError("there is no shard to drain")
-    first = heads[0]
-    for head in heads:
-        for name in ("run_id", "job_id", "attempt", "iteration", "world_size"):
-            here, there = getattr(first, name), getattr(head, name)
-            if here != there:
-                text = f"{name} is {here} for {first.where}, {there} for {head.where}"
-                raise DataError(f"shards of different checkpoints: {text}")
-    ranks = sorted(head.rank for head in heads)
-    missing = sorted(set(range(first.world_size)) - set(ranks))
-    about = f"iteration {first.iteration}"
-    if missing:
-        raise DataError(f"{about}: no shard of {words(missing)} (world size {first.world_size})")
-    odd = sorted({a for a, b in pairwise(ranks) if a == b} | set(ranks[first.world_size :]))
-    if odd:
-        raise DataError(f"{about}: {words(odd)} there twice or beyond world size {first.world_size}")
-
-
-def words(ranks: Sequence[int]) -> str:
-    """Ranks for people: ``ranks 0-3,7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 class Part:
@@ -342,9 +305,14 @@ class Part:
                 (self._to_check if source.whole else self._own_check).append(index)
             elif self.sources[like].item.xxh3 != item.xxh3:
                 a, b = self._heads[self.sources[like].rank].where, self._heads[rank].where
+                if self.sources[like].item.block_bytes != item.block_bytes:
+                    text, mend = "seals of different versions", "seal all shards with one version of slurm-resil"
+                else:
+                    text = "different contents"
+                    mend = "replicas of a sharded tensor must be equal: look for a node that computes wrong"
                 raise DataError(
-                    f"{name}: {a} and {b} hold the same part with different contents",
-                    mend="replicas of a sharded tensor must be equal: look for a node that computes wrong",
+                    f"{name}: {a} and {b} hold the same part with {text}",
+                    mend=mend,
                     item=name,
                 )
             for part, (_, box) in enumerate(source.parts):
@@ -358,7 +326,7 @@ class Part:
             self._units.append([r for r in alike if (self.sources[r[0]].shape, self.sources[r[0]].parts) == same])
 
     def _tiles(self, name: str, shape: tuple[int, ...], replicas: Mapping[Box, Sequence[tuple[int, int]]]) -> None:
-        fault = boxes.flaw(shape, tuple(replicas)) if replicas else "all of it is missing"
+        fault = flaw(shape, tuple(replicas)) if replicas else "all of it is missing"
         if fault:
             ranks = sorted({self.sources[index].rank for alike in replicas.values() for index, _ in alike})
             have = f" in the shards of {words(ranks)}" if ranks else ""
@@ -369,10 +337,7 @@ class Part:
         if item.nbytes != math.prod(item.shape) * itemsize:
             raise DataError(f"{name}: {item.nbytes} bytes for shape {list(item.shape)} on {where}", item=name)
         for extent in item.extents:
-            if not len(extent.local) == len(extent.shape) == len(item.shape) == len(extent.start) or any(
-                at < 0 or at + size > limit
-                for at, size, limit in zip(extent.local, extent.shape, item.shape, strict=True)
-            ):
+            if len(extent.start) != len(item.shape) or not inside(Box(extent.local, extent.shape), item.shape):
                 text = f"an extent of {where} is outside of its tensor {list(item.shape)}"
                 raise DataError(f"{name}: {text}", item=name)
 

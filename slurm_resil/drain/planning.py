@@ -16,9 +16,10 @@ import xxhash
 from slurm_resil.comm.base import Communicator, agreed, allgather_json
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain.balance import Survey
-from slurm_resil.drain.plan import VALUES_DTYPE, Head, Part, Piece, Plan, Source, Target, fit
+from slurm_resil.drain.plan import VALUES_DTYPE, Head, Part, Piece, Plan, Source, Target
 from slurm_resil.drain.skeleton import dataset
 from slurm_resil.format.manifest import Extent, Item
+from slurm_resil.format.world import fit
 
 Items = Mapping[int, Sequence[Item]]
 """Items of each rank, its values among them."""
@@ -95,11 +96,12 @@ def _row(item: Item) -> list[Any]:
         item.global_shape,
         extents,
         item.xxh3,
+        item.block_bytes,  # and not the hashes of the blocks: nothing of a drain needs them from another mover
     ]
 
 
 def _item(row: Sequence[Any]) -> Item:
-    name, dtype, shape, offset, nbytes, sharing, global_shape, extents, xxh3 = row
+    name, dtype, shape, offset, nbytes, sharing, global_shape, extents, xxh3, block_bytes = row
     return Item(
         name=name,
         dtype=dtype,
@@ -110,6 +112,7 @@ def _item(row: Sequence[Any]) -> Item:
         global_shape=tuple(global_shape),
         extents=tuple(Extent(local=tuple(a), start=tuple(b), shape=tuple(c)) for a, b, c in extents),
         xxh3=xxh3,
+        block_bytes=block_bytes,
     )
 
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import xxhash
 
 from slurm_resil.core.errors import DataError, TryAgainError
 from slurm_resil.drain import boxes
 from slurm_resil.drain.plan import Plan, Source
 from slurm_resil.drain.shards import READ_BYTES, Slots, pread_into
+from slurm_resil.format.blocks import ItemHash
 from slurm_resil.format.manifest import digest
 
 
@@ -59,7 +59,7 @@ class ReadBack:
         if not source.whole:
             return self._same(source, slots)
         order = sorted(range(len(source.parts)), key=lambda i: source.parts[i][0].start)
-        state = xxhash.xxh3_128()
+        state = ItemHash(source.item.block_bytes)
         if len(order) > 1 and not _stacked(source, order):
             # parts that interleave in the item: put it together in memory
             item = np.empty(source.item.nbytes, np.uint8)
@@ -69,7 +69,7 @@ class ReadBack:
         else:
             for part in order:
                 self._stream(source, part, state.update)
-        return bool(state.hexdigest() == source.item.xxh3)
+        return state.finish()[0] == source.item.xxh3
 
     def _stream(self, source: Source, part: int, take: Callable[[memoryview], None]) -> None:
         size = source.part_bytes(part)

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from slurm_resil.comm.base import Bytes, Int64s
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError, ResilError, TryAgainError
 from slurm_resil.drain import boxes
-from slurm_resil.drain.plan import VALUES, VALUES_DTYPE, Head, Source, words
+from slurm_resil.drain.plan import VALUES, VALUES_DTYPE, Head, Source
+from slurm_resil.format import blocks
 from slurm_resil.format.manifest import Item, ShardManifest, digest
+from slurm_resil.format.world import words
 
 READ_BYTES = 8 << 20
 
@@ -203,7 +204,7 @@ class Slots:
         Raises:
             OSError: It cannot be read.
         """
-        state = xxhash.xxh3_128()
+        state = blocks.ItemHash(source.item.block_bytes)
         buffer = np.empty(min(READ_BYTES, max(source.item.nbytes, 1)), np.uint8)
         whole = source.item.nbytes
         try:
@@ -213,9 +214,13 @@ class Slots:
                 state.update(part.data)
         except DataError as error:
             return error.message
-        if state.hexdigest() == source.item.xxh3:
+        found = state.finish()
+        if found[0] == source.item.xxh3:
             return ""
-        return f"{source.item.name} in {self._names[source.rank]} does not match the hash of its seal"
+        # the plan's items come without the hashes of their blocks
+        key = (source.item.name, source.item.dtype)
+        sealed = next(item for item in self.items[source.rank] if (item.name, item.dtype) == key)
+        return f"{self._names[source.rank]}: {blocks.flaw(sealed, found)}"
 
 
 def _head(manifest: ShardManifest, mover: int) -> Head:

@@ -7,6 +7,7 @@ It carries a hash of itself, so that a torn or edited one is told apart from a g
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -15,13 +16,18 @@ import xxhash
 from slurm_resil.core import fsio
 from slurm_resil.core.errors import DataError
 
-VERSION = 1
 BLOCK_BYTES = 4 << 20
+_OF_BLOCKS = ("blocks", "block_bytes")  # an item that is hashed whole is written without them
 
 
 def digest(data: Any) -> str:
     """Hash bytes (any buffer): xxh3, 128 bits, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_blocks(blocks: Iterable[str]) -> str:
+    """Hash of something that is hashed in blocks: that of their digests, one after the other."""
+    return digest(bytes.fromhex("".join(blocks)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,9 @@ class Item:
             if all ranks' hashes agree, else per rank) or ``private`` (always per rank).
         global_shape: Shape of the global tensor; equal to ``shape`` unless sharded.
         extents: Where the local tensor lies in the global one; empty unless sharded.
-        xxh3: Hash of the bytes, filled in by the seal.
+        xxh3: Hash of the bytes, filled in by the seal; with ``blocks`` that of their digests.
+        block_bytes: Size of a hashed block, the last one may be shorter; 0 if the item is hashed whole.
+        blocks: Hashes of the blocks, empty if the item is hashed whole; see :mod:`slurm_resil.format.blocks`.
     """
 
     name: str
@@ -59,6 +67,8 @@ class Item:
     global_shape: tuple[int, ...] = ()
     extents: tuple[Extent, ...] = ()
     xxh3: str = ""
+    block_bytes: int = 0
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +77,17 @@ class Document:
 
     Attributes:
         ADDED: Fields that came later: a manifest without them is an older one, and their defaults hold.
+        READS: Versions that can be read; the last one is written.
     """
 
     ADDED: ClassVar[frozenset[str]] = frozenset()
+    READS: ClassVar[tuple[int, ...]] = (1,)
 
-    version: int = VERSION
+    version: int = 1
 
     def to_bytes(self) -> bytes:
         """Serialise, with the self-hash in ``check``."""
-        text = json.dumps(vars(self), sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars)
+        text = json.dumps(vars(self), sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
         return f'{text[:-1]},"check":"{digest(text.encode())}"}}\n'.encode()
 
     def publish(self, path: str, *, sync: bool) -> None:
@@ -116,21 +128,50 @@ class Document:
             text = ""  # a number that no manifest has
         if digest(text.encode()) != check:
             raise DataError(f"{path} does not match its own hash", path=path)
-        if raw.get("version") != VERSION:
-            raise DataError(f"{path} has version {raw.get('version')}, this is {VERSION}", path=path)
+        if raw.get("version") not in cls.READS:
+            *older, newest = map(str, cls.READS)
+            known = f"{', '.join(older)} and {newest}" if older else newest
+            raise DataError(
+                f"{path} has version {raw.get('version')}, this program reads {known}",
+                mend="use the version of slurm-resil that wrote it, or a newer one",
+                path=path,
+            )
         names = {entry.name for entry in fields(cls)}
         odd = sorted((set(raw) ^ names) - (cls.ADDED - set(raw)))
         if odd:
             raise DataError(f"{path} is not a {cls.__name__}: {', '.join(odd)}", path=path)
-        return cls._from_raw(raw)
+        try:
+            return cls._from_raw(raw)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise DataError(f"{path} is not a {cls.__name__}: {error}", path=path) from error
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Self:
         raise DataError(f"{cls.__name__} cannot be read")  # every concrete manifest has its own
 
 
+def _plain(entry: object) -> dict[str, Any]:
+    raw = vars(entry)
+    if isinstance(entry, Item) and not entry.blocks:
+        raw = raw.copy()
+        for name in _OF_BLOCKS:
+            del raw[name]
+    return raw
+
+
 def read_item(raw: dict[str, Any]) -> Item:
-    """Make an item of its JSON."""
+    """Make an item of its JSON.
+
+    Raises:
+        ValueError: Its blocks are not those of its bytes, or not those of its hash.
+    """
+    if "blocks" in raw:
+        raw = {**raw, "blocks": tuple(raw["blocks"])}
+        nbytes, size, blocks = raw["nbytes"], raw["block_bytes"], raw["blocks"]
+        if not (0 < size < nbytes and len(blocks) == -(-nbytes // size)):
+            raise ValueError(f"{raw['name']} has {len(blocks)} blocks of {size} bytes for {nbytes} bytes")
+        if digest_of_blocks(blocks) != raw["xxh3"]:
+            raise ValueError(f"the hash of {raw['name']} is not that of its blocks")
     extents = tuple(
         Extent(local=tuple(e["local"]), start=tuple(e["start"]), shape=tuple(e["shape"])) for e in raw["extents"]
     )
@@ -157,7 +198,9 @@ class ShardManifest(Document):
     """
 
     ADDED = frozenset({"frame"})
+    READS = (1, 2)
 
+    version: int = 2
     run_id: str
     job_id: int
     attempt: int
@@ -177,6 +220,11 @@ class ShardManifest(Document):
     def nbytes(self) -> int:
         """Bytes of all items."""
         return sum(item.nbytes for item in self.items)
+
+    @property
+    def where(self) -> str:
+        """Whose it is, in words for errors."""
+        return f"rank {self.rank} on {self.node}"
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Self:

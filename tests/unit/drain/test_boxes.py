@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurm_resil.drain import boxes
-from slurm_resil.drain.boxes import Box
+from slurm_resil.format.boxes import Box
 
 
 def copy(source: np.ndarray, inside: Box, shape: tuple[int, ...], outside: Box, first: int, last: int) -> np.ndarray:
@@ -69,31 +69,3 @@ def test_places_beyond_two_to_the_32():
         (side, side), Box((0, 0), (1, side)), box, source_shape=(1, side), itemsize=4, first=0, last=4 * side
     )
     assert runs.target.tolist() == [(side - 1) * side * 4] and runs.length.tolist() == [4 * side]
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiles", "fault"),
-    [
-        ((4,), [((0,), (4,))], ""),
-        ((4,), [((0,), (2,)), ((2,), (2,))], ""),
-        ((4,), [((0,), (2,)), ((3,), (1,))], "[2:3] is missing"),
-        ((4,), [((0,), (3,)), ((2,), (2,))], "[2:3] is there 2 times"),
-        ((4,), [((0,), (5,))], "[0:5] is not inside [4]"),
-        ((4,), [((-1,), (5,))], "is not inside"),
-        ((2, 4), [((0, 0), (2, 2)), ((0, 2), (1, 2)), ((1, 2), (1, 2))], ""),
-        ((2, 4), [((0, 0), (2, 2)), ((0, 2), (1, 2))], "[1:2, 2:4] is missing"),
-        ((2, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((1, 1), (1, 1))], "[1:2, 1:2] is there 2 times"),
-        ((), [((), ())], ""),
-        ((), [], "scalar is there 0 times"),
-        ((3,), [((0, 0), (3, 1))], "is not inside"),
-    ],
-)
-def test_flaw(shape, tiles, fault):
-    said = boxes.flaw(shape, tuple(Box(*tile) for tile in tiles))
-    assert fault in said and bool(fault) == bool(said)
-
-
-def test_covered():
-    assert boxes.covered((0, 3), [])
-    assert boxes.covered((4,), [Box((0,), (2,)), Box((2,), (2,))])
-    assert not boxes.covered((4,), [Box((0,), (3,))])

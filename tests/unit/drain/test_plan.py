@@ -7,9 +7,10 @@ import pytest
 from slurm_resil.comm import local
 from slurm_resil.core.errors import DataError
 from slurm_resil.drain import rounds
-from slurm_resil.drain.plan import VALUES, Head, Plan, words
+from slurm_resil.drain.plan import VALUES, Head, Plan
 from slurm_resil.drain.planning import plan
 from slurm_resil.format.manifest import Extent, Item
+from slurm_resil.format.world import words
 
 
 def rows(start: int, count: int, *, total: int = 8, name: str = "w", xxh3: str = "", local: int = 0) -> Item:
