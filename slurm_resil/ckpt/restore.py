@@ -1,19 +1,24 @@
-"""Restore a state from a sealed shard of this node, or from a drained file by any number of ranks."""
+"""Restore a state from a sealed shard of this node, or by any number of ranks from all shards or a drained file."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slurm_resil.ckpt import private as privacy
 from slurm_resil.ckpt.load import load_into
 from slurm_resil.ckpt.private import Policy
+from slurm_resil.ckpt.shards import ShardsSource
 from slurm_resil.ckpt.source import DrainedSource, LocalSource
 from slurm_resil.core.errors import DataError
+from slurm_resil.core.log import event
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,49 @@ def restore_drained(
         wanted, read = source.wanted_bytes, source.read_bytes
     return Restored(
         iteration=manifest.iteration, wanted_bytes=wanted, read_bytes=read, seconds=time.perf_counter() - started
+    )
+
+
+def restore_shards(
+    state: Mapping[str, object],
+    job_dir: str,
+    manifests: Sequence[ShardManifest],
+    rank: int,
+    world_size: int,
+    *,
+    private: Policy = "error",
+) -> Restored:
+    """Restore from the sealed shards of all ranks that saved, which are all on this node; their number may be another.
+
+    Not collective: each rank reads what it needs, in verified blocks.
+
+    Args:
+        state: Restored in place, see :func:`slurm_resil.ckpt.load.load_into`.
+        job_dir: Job's directory in the burst buffer.
+        manifests: Of all shards of the iteration.
+        rank: This rank.
+        world_size: Number of ranks now.
+        private: As for :func:`restore_drained`.
+
+    Raises:
+        StateError: The state does not fit, or private state has no place to go; nothing was changed.
+        DataError: The shards do not make one checkpoint, or are not what their manifests say; nothing was changed.
+    """
+    started = time.perf_counter()
+    old = len(manifests)
+    with ShardsSource(job_dir, manifests, rank % max(old, 1)) as source:
+        if world_size == old:
+            values = source.values(rank)
+        else:
+            all_values = [source.values(one) for one in range(old)]
+            values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
+        load_into(state, values, source)
+        source.check_again()
+        for flaw in source.flaws:
+            event(log, "replica_bad", level=logging.ERROR, why=flaw, instead="another shard that holds the same")
+        wanted, read = source.wanted_bytes, source.read_bytes
+    return Restored(
+        iteration=manifests[0].iteration, wanted_bytes=wanted, read_bytes=read, seconds=time.perf_counter() - started
     )
 
 

@@ -67,7 +67,7 @@ class Source(Protocol):
         """
 
 
-def _copy_in(target: torch.Tensor | Array, data: Array) -> None:
+def copy_in(target: torch.Tensor | Array, data: Array) -> None:
     """Copy raw bytes (uint8, 1-d, contiguous) into a target of any strides and device."""
     if isinstance(target, np.ndarray):
         np.copyto(target, data.view(target.dtype).reshape(target.shape), casting="no")
@@ -121,7 +121,7 @@ class LocalSource:
         item = self._items[want.name]
         if item.offset is None:
             return
-        _copy_in(target, np.frombuffer(self._map, np.uint8, item.nbytes, item.offset))
+        copy_in(target, np.frombuffer(self._map, np.uint8, item.nbytes, item.offset))
         self.read_bytes += item.nbytes
 
     def check_again(self) -> None:
@@ -231,7 +231,7 @@ class DrainedSource:
             view = np.lib.stride_tricks.as_strided(data, (*box, unit), (*strides, 1), writeable=False)
             place = tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))
             local[place] = view
-        _copy_in(target, local.reshape(-1))
+        copy_in(target, local.reshape(-1))
         self.wanted_bytes += size
 
     def _pieces(
@@ -251,7 +251,7 @@ class DrainedSource:
         whole = (Extent(local=zero, start=zero, shape=item.shape),)
         for extent in whole if want.whole else want.extents:
             if 0 not in extent.shape:
-                for local, start, box in _cut((extent.local, extent.start, extent.shape), item.shape, strides):
+                for local, start, box in cut((extent.local, extent.start, extent.shape), item.shape, strides):
                     first = sum(s * stride for s, stride in zip(start, strides, strict=True))
                     last = sum((n - 1) * stride for n, stride in zip(box, strides, strict=True))
                     yield local, first, last + unit, (box, tuple(strides))
@@ -297,7 +297,7 @@ class DrainedSource:
         return cached
 
 
-def _cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -> Iterator[Box]:
+def cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -> Iterator[Box]:
     """Cut a box so that no range in the file spans much that is not wanted, and none is huge."""
     local, start, size = box
     inner_full = all(size[d] == shape[d] for d in range(dim + 1, len(shape)))
@@ -307,7 +307,7 @@ def _cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -
     if not inner_full and strides[dim] >= ROW_BYTES:
         for index in range(size[dim]):
             row = (_moved(local, dim, index), _moved(start, dim, index), (*size[:dim], 1, *size[dim + 1 :]))
-            yield from _cut(row, shape, strides, dim + 1)
+            yield from cut(row, shape, strides, dim + 1)
         return
     rows = max(1, 16 * ROW_BYTES // max(strides[dim], 1))
     for index in range(0, size[dim], rows):

@@ -14,7 +14,7 @@ from torch import nn
 
 from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.memo import Memo
-from slurm_resil.ckpt.restore import Restored, restore_drained, restore_local
+from slurm_resil.ckpt.restore import Restored, restore_drained, restore_local, restore_shards
 from slurm_resil.ckpt.seal import seal
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.comm import local
@@ -73,6 +73,17 @@ def drain(job_dir: str, run_dir: str, *, iteration: int = 1) -> DrainedManifest:
 def load_drained(run_dir: str, state: Mapping[str, object], rank: int, world: int, **more: Any) -> Restored:
     manifest = DrainedManifest.load(paths.drained_manifest(run_dir, more.pop("iteration", 1)))
     return restore_drained(state, run_dir, manifest, rank, world, **more)
+
+
+def shards(job_dir: str, iteration: int = 1) -> list[ShardManifest]:
+    """Manifests of all ranks."""
+    found = [paths.parse_manifest(name) for name in os.listdir(os.path.join(job_dir, "manifests"))]
+    ranks = [parsed[1] for parsed in found if parsed is not None and parsed[0] == iteration]
+    return [ShardManifest.load(paths.manifest(job_dir, iteration, rank)) for rank in ranks]
+
+
+def load_shards(job_dir: str, state: Mapping[str, object], rank: int, world: int, **more: Any) -> Restored:
+    return restore_shards(state, job_dir, shards(job_dir, more.pop("iteration", 1)), rank, world, **more)
 
 
 def drained_items(run_dir: str, iteration: int = 1) -> tuple[Any, ...]:

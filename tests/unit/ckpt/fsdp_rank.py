@@ -2,7 +2,8 @@
 
 Usage: fsdp_rank.py RANK WORLD DIRECTORY VERB:STYLE:WHERE...
 Styles: ``fsdp``, ``hsdp`` (two replicas), ``tp`` (FSDP2 over tensor parallelism of 2). WHERE is a directory that
-holds a burst buffer and a run. Verbs: ``save``, ``local`` (restore), ``drain``, ``drained`` (restore). After each this
+holds a burst buffer and a run. Verbs: ``save``, ``local`` (restore), ``drain``, ``drained`` (restore),
+``shards`` (restore from those of all ranks). After each this
 rank's hashes are written to ``DIRECTORY/<index>-<rank>.json``.
 """
 
@@ -107,7 +108,8 @@ def act(verb: str, style: str, where: Path, rank: int, world: int, index: int) -
         train(state, index % 2)  # with and without state of the optimizer
         w.load(job, state, rank=rank)
     else:
-        restored = w.load_drained(run, state, rank, world, private="rank_mod")
+        load, place = (w.load_drained, run) if verb == "drained" else (w.load_shards, job)
+        restored = load(place, state, rank, world, private="rank_mod")
         report = {"wanted": restored.wanted_bytes, "read": restored.read_bytes}
     report["at"] = hashes(state)
     train(state, 2)

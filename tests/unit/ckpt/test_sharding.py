@@ -69,8 +69,13 @@ FOUR = (
     *("drained:fsdp:B", "save:fsdp:A", "local:fsdp:A", "local:fsdp:A", "drain:fsdp:A", "drained:fsdp:A"),
     *("save:hsdp:C", "local:hsdp:C", "drain:hsdp:C", "drained:hsdp:C"),
     *("save:tp:D", "local:tp:D", "drain:tp:D", "drained:tp:D"),
+    *("shards:fsdp:A", "shards:hsdp:C", "shards:tp:D", "shards:fsdp:B"),
 )
-AGAIN = ("drained:fsdp:A", "drained:tp:D", "drained:fsdp:C")
+THREE = ("drained:fsdp:A", "shards:fsdp:A")
+AGAIN = (
+    *("drained:fsdp:A", "drained:tp:D", "drained:fsdp:C", "drained:fsdp:D"),
+    *("shards:fsdp:A", "shards:tp:D", "shards:fsdp:C", "shards:fsdp:D"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,7 @@ def campaign(tmp_path_factory) -> Campaign:
         root,
         two=ranks(root / "two", 2, *at(*TWO)),
         four=ranks(root / "four", 4, *at(*FOUR)),
-        three=ranks(root / "three", 3, *at("drained:fsdp:A")),
+        three=ranks(root / "three", 3, *at(*THREE)),
         again=ranks(root / "again", 2, *at(*AGAIN)),
     )
 
@@ -94,8 +99,9 @@ def campaign(tmp_path_factory) -> Campaign:
 @pytest.mark.parametrize(("style", "where"), [("fsdp", "A"), ("hsdp", "C"), ("tp", "D")])
 def test_four_ranks_save_and_restore_their_own_shards(campaign, style, where):
     save = campaign.four[FOUR.index(f"save:{style}:{where}")]
-    restored = [n for n, action in enumerate(FOUR) if action in (f"local:{style}:{where}", f"drained:{style}:{where}")]
-    assert len(restored) >= 2
+    verbs = [f"{verb}:{style}:{where}" for verb in ("local", "drained", "shards")]
+    restored = [n for n, action in enumerate(FOUR) if action in verbs]
+    assert len(restored) >= 3
     for index in restored:
         for rank in range(4):
             for when in ("at", "later"):  # and two iterations after that
@@ -122,23 +128,29 @@ def check_extents(job: str, world: int) -> None:
         assert count.min() == count.max() >= 1, name
 
 
+@pytest.mark.parametrize("verb", ["drained", "shards"])
 @pytest.mark.parametrize(
-    ("before", "after", "where"),
+    ("before", "after", "action"),
     [
-        (("two", 0), ("four", 0), "B"),
-        (("four", 1), ("three", 0), "A"),
-        (("four", 1), ("again", 0), "A"),
-        (("four", 10), ("again", 1), "D"),
-        (("four", 6), ("again", 2), "C"),
+        ("two", "four", "fsdp:B"),
+        ("four", "three", "fsdp:A"),
+        ("four", "again", "fsdp:A"),
+        ("four", "again", "tp:D"),
+        ("four", "again", "fsdp:C"),
+        ("four", "again", "fsdp:D"),
     ],
-    ids=["2-4", "4-3", "4-2", "4-2-tp", "hsdp-fsdp"],
+    ids=["2-4", "4-3", "4-2", "4-2-tp", "hsdp-fsdp", "tp2-tp1"],
 )
-def test_another_number_of_ranks(campaign, before, after, where):
-    save, drained = (getattr(campaign, name)[index] for name, index in (before, after))
-    assert full(drained) == full(save)
+def test_another_number_of_ranks(campaign, before, after, action, verb):
+    actions = {"two": TWO, "four": FOUR, "three": THREE, "again": AGAIN}
+    where = action[-1]
+    saved = next(n for n, one in enumerate(actions[before]) if one.startswith("save:") and one.endswith(where))
+    save = getattr(campaign, before)[saved]
+    restored = getattr(campaign, after)[actions[after].index(f"{verb}:{action}")]
+    assert full(restored) == full(save)
     whole = sum(item.nbytes for item in w.drained_items(str(campaign.root / where / "r1")) if item.rank is None)
-    for report in drained:  # the generator and the statistics of batch norm come whole
-        assert report["wanted"] < 1.5 * whole / len(drained) + 6000
+    for report in restored:  # the generator and the statistics of batch norm come whole
+        assert report["wanted"] < 1.5 * whole / len(restored) + 6000
 
 
 def test_a_sharded_checkpoint_goes_into_a_plain_model(campaign):
