@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -54,6 +56,29 @@ def numpy_dtype(name: str, fields: object = None) -> np.dtype[np.generic]:
     if fields is None:
         return np.dtype(name.removeprefix("numpy."))
     return np.dtype([_field(entry) for entry in fields]) if isinstance(fields, list) else np.dtype(str(fields))
+
+
+def name_of(value: torch.Tensor | np.ndarray[Any, Any], where: str) -> str:
+    """Name of the type of a tensor or an array.
+
+    Raises:
+        StateError: It cannot be stored.
+    """
+    if isinstance(value, torch.Tensor):
+        return torch_name(value.dtype, where)
+    return numpy_name(value.dtype, where)
+
+
+def can_cast(stored: str, wanted: str) -> bool:
+    """Whether one type may be converted into another: floating point into such, complex numbers into such."""
+    if stored in _TORCH and wanted in _TORCH:
+        one, other = _TORCH[stored], _TORCH[wanted]
+        alike = one.is_complex == other.is_complex and one.is_floating_point == other.is_floating_point
+        return alike and (one.is_complex or one.is_floating_point)
+    if stored.startswith("numpy.") and wanted.startswith("numpy."):
+        kinds = {numpy_dtype(stored).kind, numpy_dtype(wanted).kind}
+        return kinds in ({"f"}, {"c"})
+    return False
 
 
 def fields_of(dtype: np.dtype[np.generic]) -> object:

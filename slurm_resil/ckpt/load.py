@@ -15,8 +15,9 @@ from torch import nn
 
 from slurm_resil.ckpt import objects, plain
 from slurm_resil.ckpt import state as states
+from slurm_resil.ckpt.options import LoadOptions, LoadReport
 from slurm_resil.ckpt.plain import Path
-from slurm_resil.ckpt.planning import GENERATOR_KINDS, ITEM_KINDS, KEEP_KINDS, OBJECT_KINDS, Plan, holds, kind_of
+from slurm_resil.ckpt.planning import EXACT, GENERATOR_KINDS, ITEM_KINDS, KEEP_KINDS, OBJECT_KINDS, Plan, holds, kind_of
 from slurm_resil.ckpt.source import Source
 from slurm_resil.ckpt.state import Sharded
 from slurm_resil.core.errors import StateError
@@ -24,10 +25,11 @@ from slurm_resil.core.errors import StateError
 Assign = Callable[[Any], None]  # puts a new value in the place of one that cannot be changed
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
+_DIVISIBLE = (*plain.DICT_KINDS, "list", "tuple", "namedtuple", "dataclass", "module", "optimizer")
 _IN_PLACE = (torch.Tensor, np.ndarray, nn.Module, Sharded, random.Random, *_GENERATORS)
 
 
-def load_into(state: Mapping[str, object], values: Any, source: Source) -> None:
+def load_into(state: Mapping[str, object], values: Any, source: Source, options: LoadOptions = EXACT) -> LoadReport:
     """Load a checkpoint into a state, in place.
 
     All names, types and shapes are compared in both directions, and all bytes that are needed are verified, before
@@ -37,19 +39,24 @@ def load_into(state: Mapping[str, object], values: Any, source: Source) -> None:
         state: As given to ``flatten``; its optimizers need not have any state yet.
         values: As ``flatten`` made them.
         source: Gives the items.
+        options: What may differ.
+
+    Returns:
+        What was left as it was, or converted.
 
     Raises:
-        StateError: The state does not fit; lists the first differences. Nothing was changed. Or a ``load_state_dict``
-            of the user raised; then those before it have been called.
+        StateError: The state does not fit, as the options have it; lists the first differences. Nothing was changed.
+            Or a ``load_state_dict`` of the user raised; then those before it have been called.
         DataError: The bytes are not what they claim to be. Nothing was changed.
     """
     if kind_of(values) != "dict":
         raise StateError(f"the checkpoint holds a {kind_of(values)}, not a state")
-    plan = Plan(source)
-    _Walker(plan, states.parameter_paths(state)).mapping(state, values, (), top=True)
+    plan = Plan(source, values, options, states.parameter_paths(state))
+    _Walker(plan).mapping(state, values, (), top=True)
     plan.refuse()
     source.verify(plan.wants)
     plan.run()
+    return plan.report
 
 
 def anchored(live: object) -> bool:
@@ -79,22 +86,25 @@ def _only_arrays(live: object) -> bool:
 
 
 class _Walker:
-    def __init__(self, plan: Plan, parameters: Mapping[int, Path]) -> None:
-        self._plan, self._parameters = plan, parameters
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
 
     def match(self, live: Any, node: Any, path: Path, assign: Assign | None) -> None:
         """Compare a value of the state with a node, and plan what to do."""
         plan, kind = self._plan, kind_of(node)
-        if kind == "keep":
-            return
-        if isinstance(live, torch.Tensor):
+        amount = plan.amount(node, path)
+        if amount == "none" or kind in KEEP_KINDS:
+            plan.leaves_out(node, path, live)
+        elif amount == "some" and kind not in _DIVISIBLE:
+            raise AssertionError(f"{path}: only a part of a {kind} is wanted")
+        elif isinstance(live, torch.Tensor):
             plan.tensor(live, node, path)
         elif isinstance(live, np.ndarray):
             plan.array(live, node, path)
         elif isinstance(live, nn.Module):
             objects.module(plan, live, node, path)
         elif isinstance(live, torch.optim.Optimizer) and states.is_plain_optimizer(live):
-            objects.optimizer(plan, live, node, path, self._parameters)
+            objects.optimizer(plan, live, node, path)
         elif isinstance(live, Sharded):
             if plan.expect(node, "sharded", path):
                 plan.tensor(live.tensor, node["of"], path, sharded=live)
@@ -102,7 +112,7 @@ class _Walker:
             objects.generator(plan, live, node, path)
         elif states.is_stateful(live):
             objects.stateful(plan, live, node, path)
-        elif anchored(live) or holds(node, KEEP_KINDS):
+        elif amount == "some" or anchored(live) or holds(node, KEEP_KINDS):
             self._container(live, node, path, assign)
         elif kind in (*OBJECT_KINDS, *GENERATOR_KINDS):
             plan.differ(path, f"a {kind} in the checkpoint, a {type(live).__name__} in the state")
@@ -154,15 +164,21 @@ class _Walker:
             if text in stored:
                 self.match(live[key], stored[text][1], (*path, key), None if target is None else _setter(target, key))
             elif top or target is None or anchored(live[key]):
-                self._plan.differ((*path, key), "is in the state, not in the checkpoint")
+                self._plan.missing((*path, key), live[key])
+            elif not self._plan.selection.takes((*path, key)):
+                self._plan.missing((*path, key))
             else:
                 self._plan.copies.append(_remover(target, key))
         for text, (key_node, entry) in stored.items():
-            if text in here or holds(entry, KEEP_KINDS):
+            if text in here:
                 continue
             key = plain.decode_key(key_node, path)
-            if top or target is None or holds(entry, (*OBJECT_KINDS, *GENERATOR_KINDS, *ITEM_KINDS)):
-                self._plan.differ((*path, key), "is in the checkpoint, not in the state")
+            if holds(entry, KEEP_KINDS):
+                self._plan.leaves_out(entry, (*path, key))
+            elif top or target is None or holds(entry, (*OBJECT_KINDS, *GENERATOR_KINDS, *ITEM_KINDS)):
+                self._plan.unexpected((*path, key), entry)
+            elif self._plan.amount(entry, (*path, key)) == "none":
+                self._plan.leaves_out(entry, (*path, key))
             else:
                 self._plan.copies.append(_later(_setter(target, key), self._plan.decoding(entry, (*path, key))))
 
@@ -170,7 +186,7 @@ class _Walker:
         if len(of) == len(live):
             for index, entry in enumerate(of):
                 self.match(live[index], entry, (*path, str(index)), _setter(live, index))
-        elif _only_arrays(live):  # a list that grows, such as a history
+        elif self._plan.amount(of, path) == "all" and _only_arrays(live):  # a list that grows, such as a history
             value = self._plan.decoding(of, path, live)
             self._plan.copies.append(lambda: live.__setitem__(slice(None), value()))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slurm_resil.ckpt import dtypes, plain
+from slurm_resil.ckpt import dtypes, meta, plain
 from slurm_resil.ckpt import state as states
 from slurm_resil.ckpt.plain import Path, where
 from slurm_resil.ckpt.planning import KEEP_KINDS, Plan, holds, kind_of
@@ -30,18 +30,21 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
     ids, memory = {id(tensor) for tensor in own}, {states.memory_key(_local(tensor)) for tensor in own} - {None}
     stored = dict(node["of"])
     for name in [name for name in entries if name not in stored]:
-        plan.differ((*path, name), "is in the state, not in the checkpoint")
+        plan.missing((*path, name), entries[name])
     copies: dict[str, Callable[[], Any]] = {}
     for name, entry in stored.items():
         at = (*path, name)
         if name not in entries:
-            plan.differ(at, "is in the checkpoint, not in the state")
-        elif not holds(entry, KEEP_KINDS):
+            plan.unexpected(at, entry)
+        elif not plan.leaves_out(entry, at, entries[name]):
             here = entries[name]
             if isinstance(here, torch.Tensor) and (id(here) in ids or states.memory_key(_local(here)) in memory):
                 plan.tensor(here, entry, at)
             else:  # a copy that a hook made, or extra state: only load_state_dict can take it
-                copies[name] = plan.decoding(entry, at, here, _like_template({at: here}))
+                copies[name] = _decoding(plan, here, entry, at)
+    for name, buffer in inner.named_buffers():
+        if name not in entries and meta.is_meta(buffer):
+            plan.missing((*path, name), text="is on the meta device, and no state dict has it: give it values first")
 
     def load() -> None:
         whole = inner.state_dict(keep_vars=True)
@@ -59,50 +62,77 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _like_template(templates: Mapping[Path, object]) -> Callable[[dict[str, Any], Path], torch.Tensor | None]:
-    """Make distributed tensors like those that are in the state at the same path."""
+def _decoding(plan: Plan, live: object, node: Any, path: Path) -> Callable[[], Any]:
+    """Plan to rebuild what an object will be handed; what is in it now says which types, and how to shard."""
+    templates: dict[Path, object] = {}
+    _compare_types(plan, live, node, path, templates)
+    return plan.decoding(node, path, live, _like_template(plan, templates))
+
+
+def _like_template(
+    plan: Plan, templates: Mapping[Path, object]
+) -> Callable[[dict[str, Any], Path], torch.Tensor | None]:
+    """Make tensors like those that are in the state at the same path, where it matters."""
 
     def like(node: dict[str, Any], path: Path) -> torch.Tensor | None:
         template = templates.get(path)
-        if not isinstance(template, DTensor) or tuple(template.shape) != tuple(node["shape"]):
+        if not isinstance(template, torch.Tensor):
             return None
-        return torch.empty_like(template, dtype=dtypes.torch_dtype(node["dtype"], where(path)))
+        dtype = template.dtype if plan.options.cast else dtypes.torch_dtype(node["dtype"], where(path))
+        if isinstance(template, DTensor):
+            return torch.empty_like(template, dtype=dtype) if list(template.shape) == list(node["shape"]) else None
+        if dtypes.torch_name(dtype, where(path)) == node["dtype"] or template.is_meta:
+            return None
+        return torch.empty(tuple(node["shape"]), dtype=dtype, device=template.device)
 
     return like
 
 
-def optimizer(plan: Plan, live: torch.optim.Optimizer, node: Any, path: Path, parameters: Mapping[int, Path]) -> None:
-    """Compare an optimizer: the same parameters in the same groups; state that is not there yet will be made."""
+def optimizer(plan: Plan, live: torch.optim.Optimizer, node: Any, path: Path) -> None:
+    """Compare an optimizer: the same parameters, by name; state that is not there yet will be made."""
     if not plan.expect(node, "optimizer", path):
         return
     if node["class"] != type(live).__name__:
         plan.differ(path, f"{node['class']} in the checkpoint, {type(live).__name__} in the state")
         return
-    names = [[layout.join(*name) for name in row] for row in states.optimizer_names(live, parameters)]
+    rows = [[layout.join(*name) for name in row] for row in states.optimizer_names(live, plan.parameters)]
     stored = [group["params"] for group in node["groups"]]
-    if names != stored:
-        plan.differ(path, _other_parameters(names, stored))
+    here, there = ({name: i for i, row in enumerate(of) for name in row} for of in (rows, stored))
+    if rows != stored and (fault := _order_matters(live, here.keys() | there.keys())):
+        plan.differ(path, fault)
         return
-    by_name: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {}
-    for index, (group, row, saved) in enumerate(zip(live.param_groups, names, node["groups"], strict=True)):
-        by_name.update({name: (p, group) for name, p in zip(row, group["params"], strict=True)})
-        for key, entry in saved["of"]:
-            _hyperparameter(plan, group, plain.decode_key(key, path), entry, (*path, "groups", str(index)))
+    _groups(plan, live, node, path, (rows, there))
+    by_name = {
+        name: (parameter, group)
+        for row, group in zip(rows, live.param_groups, strict=True)
+        for name, parameter in zip(row, group["params"], strict=True)
+    }
+    kept = [by_name[name][0] for name in here.keys() - there.keys()]
+    for name in [name for name in here if name not in there]:
+        plan.missing((*path, "state", name))
+    known = dict(node["state"])
+    for name in [name for name in there if name not in here]:
+        plan.unexpected((*path, "state", name), known.get(name))
     made: list[tuple[torch.Tensor, list[tuple[Any, Callable[[], Any]]]]] = []
-    for name, pairs in node["state"]:
-        if name not in by_name:
+    for name, pairs in known.items():
+        at = (*path, "state", name)
+        if name in here and not plan.leaves_out(None, at):
+            made.append((by_name[name][0], _parameter_state(plan, live, *by_name[name], pairs, at)))
+        elif name in here:
+            kept.append(by_name[name][0])
+        elif name not in there:
             plan.differ(path, f"has state of {name}, which is in no group")
-            continue
-        parameter, group = by_name[name]
-        made.append((parameter, _parameter_state(plan, live, parameter, group, pairs, (*path, "state", name))))
-    others = [
-        (plain.decode_key(key, path), plan.decoding(entry, (*path, "other"), None))
-        for key, entry in node["other"]
-        if not holds(entry, KEEP_KINDS)
-    ]
+    others: list[tuple[Any, Callable[[], Any]]] = []
+    for key_node, entry in node["other"]:
+        key = plain.decode_key(key_node, path)
+        if not plan.leaves_out(entry, (*path, "other", key)):
+            others.append((key, plan.decoding(entry, (*path, "other"), None)))
+        elif key in live.state:
+            kept.append(key)
 
     def put() -> None:
-        entries: dict[Any, Any] = {p: {key: value() for key, value in pairs} for p, pairs in made}
+        entries: dict[Any, Any] = {key: live.state[key] for key in kept if key in live.state}
+        entries.update({p: {key: value() for key, value in pairs} for p, pairs in made})
         entries.update({key: value() for key, value in others})
         live.state.clear()
         live.state.update(entries)
@@ -110,18 +140,57 @@ def optimizer(plan: Plan, live: torch.optim.Optimizer, node: Any, path: Path, pa
     plan.copies.append(put)
 
 
-def _other_parameters(names: list[list[str]], stored: list[list[str]]) -> str:
-    here, there = {n for row in names for n in row}, {n for row in stored for n in row}
-    for what, some in (("the state", sorted(here - there)), ("the checkpoint", sorted(there - here))):
-        if some:
-            return f"has {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''} only in {what}"
-    return "has its parameters in another order or in other groups"
+def _order_matters(live: torch.optim.Optimizer, names: Collection[str]) -> str:
+    """Why an optimizer needs its parameters in the order of the checkpoint; nothing if it does not."""
+    if isinstance(live, torch.optim.LBFGS):
+        return "has its parameters in another order, and keeps one state for all of them together"
+    if any(name.startswith("#") for name in names):
+        return "has its parameters in another order or in other groups, and no module of the state names them"
+    return ""
+
+
+def _groups(
+    plan: Plan,
+    live: torch.optim.Optimizer,
+    node: Any,
+    path: Path,
+    names: tuple[list[list[str]], Mapping[str, int]],
+) -> None:
+    """Compare the groups: those with the same parameters belong together, whatever the order.
+
+    Args:
+        plan: Where to note it.
+        live: Optimizer of the state.
+        node: Its node.
+        path: Its path.
+        names: Names of the parameters by group, in the state; group of each name, in the checkpoint.
+    """
+    rows, there = names
+    taken: dict[int, int] = {}
+    for index, row in enumerate(rows):
+        at = (*path, "groups", str(index))
+        origins = {there[name] for name in row if name in there}
+        if not origins and len(node["groups"]) == len(rows) and not row and not node["groups"][index]["params"]:
+            origins = {index}
+        wanted = [key for key in live.param_groups[index] if key != "params" and plan.selection.takes((*at, key))]
+        if not origins:
+            if row or wanted:
+                plan.missing(at)
+        elif wanted and (len(origins) > 1 or taken.setdefault(min(origins), index) != index):
+            plan.differ(
+                at,
+                "has its parameters in other groups in the checkpoint; "
+                f"exclude '{where((*path, 'groups'))}' to load the state of each parameter and keep these groups",
+            )
+        else:
+            for key_node, entry in node["groups"][min(origins)]["of"]:
+                _hyperparameter(plan, live.param_groups[index], plain.decode_key(key_node, path), entry, at)
 
 
 def _hyperparameter(plan: Plan, group: dict[str, Any], key: Any, node: Any, path: Path) -> None:
     at = (*path, key)
     here = group.get(key)
-    if holds(node, KEEP_KINDS):
+    if key == "param_names" or plan.leaves_out(node, at, here):  # names are as the state has them
         return
     if isinstance(here, torch.Tensor):
         plan.tensor(here, node, at)
@@ -146,13 +215,15 @@ def _parameter_state(
         at = (*path, key)
         value = here.get(key)
         if holds(node, KEEP_KINDS):
+            plan.leaves_out(node, at)
             if key in here:
                 found.append((key, functools.partial(_same, value)))
         elif isinstance(value, torch.Tensor) and kind_of(node) == "tensor":
             plan.tensor(value, node, at)
             found.append((key, functools.partial(_same, value)))
         else:
-            found.append((key, plan.decoding(node, at, value, _like_parameter(parameter, group, key))))
+            plan.need(parameter, at)
+            found.append((key, plan.decoding(node, at, value, _like_parameter(plan, parameter, group, path[-1], key))))
     return found
 
 
@@ -161,18 +232,21 @@ def _same(value: Any) -> Any:
 
 
 def _like_parameter(
-    parameter: torch.Tensor, group: Mapping[str, Any], key: object
+    plan: Plan, parameter: torch.Tensor, group: Mapping[str, Any], name: object, key: object
 ) -> Callable[[dict[str, Any], Path], torch.Tensor | None]:
     """Make state as torch's own optimizers do: like the parameter, or a counter that is on the host by default."""
 
     def like(node: dict[str, Any], path: Path) -> torch.Tensor | None:
         dtype, shape = dtypes.torch_dtype(node["dtype"], where(path)), tuple(node["shape"])
+        real = plan.making.real(parameter).detach()
+        if plan.options.cast and shape and key != "step" and node["dtype"] == plan.parameter_dtypes.get(str(name)):
+            dtype = parameter.dtype  # of the parameter's own precision then, so now as well
         if shape == tuple(parameter.shape) and "expanded" not in node:
-            return torch.empty_like(parameter.detach(), dtype=dtype)
+            return torch.empty_like(real, dtype=dtype)
         if node.get("sharded"):
             return None
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else _local(parameter).device)
+        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else _local(real).device)
 
     return like
 
@@ -181,9 +255,7 @@ def stateful(plan: Plan, live: Any, node: Any, path: Path) -> None:
     """Rebuild what ``state_dict`` gave and hand it to ``load_state_dict``; types of tensors must not have changed."""
     if not plan.expect(node, "stateful", path):
         return
-    templates: dict[Path, object] = {}
-    _compare_types(plan, states.stateful_dict(live, path), node["of"], path, templates)
-    value = plan.decoding(node["of"], path, None, _like_template(templates))
+    value = _decoding(plan, states.stateful_dict(live, path), node["of"], path)
 
     def load() -> None:
         try:
@@ -200,7 +272,7 @@ def _compare_types(plan: Plan, live: object, node: Any, path: Path, templates: d
     if isinstance(live, torch.Tensor) and kind == "tensor":
         templates[path] = live
         name = dtypes.torch_name(live.dtype, where(path))
-        if node["dtype"] != name:
+        if node["dtype"] != name and not (plan.options.cast and dtypes.can_cast(node["dtype"], name)):
             plan.differ(path, f"{node['dtype']} in the checkpoint, {name} in the state")
     elif isinstance(live, np.ndarray) and kind == "ndarray":
         name = dtypes.numpy_name(live.dtype, where(path))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from slurm_resil.ckpt import dtypes, plain, sharding
+from slurm_resil.ckpt import dtypes, meta, plain, sharding
 from slurm_resil.ckpt import state as states
+from slurm_resil.ckpt.options import LoadOptions, LoadReport, listed
 from slurm_resil.ckpt.plain import Path, where
+from slurm_resil.ckpt.selection import Amount, Selection, leaves, live_leaves
 from slurm_resil.ckpt.source import Source, Want, fresh
 from slurm_resil.ckpt.state import Array, Sharded
 from slurm_resil.core.errors import StateError
+from slurm_resil.format import layout
 
 Step = Callable[[], None]
 Like = Callable[[dict[str, Any], Path], torch.Tensor | None]  # an empty tensor for a node; None for the default
 
-SHOWN = 5  # differences that an error lists
+EXACT = LoadOptions()
 ITEM_KINDS = ("tensor", "ndarray", "bytes")
 GENERATOR_KINDS = ("torch.Generator", "numpy.random.Generator", "numpy.random.RandomState", "random.Random")
 KEEP_KINDS = ("keep",)  # see ckpt.private
+PAIR_KINDS = (*plain.DICT_KINDS, "dataclass", "namespace")
 OBJECT_KINDS = ("module", "optimizer", "stateful", "sharded")  # exist in the state or nowhere
 
 
@@ -43,24 +48,38 @@ def holds(node: Any, kinds: Sequence[str]) -> bool:
 class Plan:
     """What a restore will do.
 
+    Args:
+        source: Gives the items.
+        values: What was stored, as ``flatten`` made it.
+        options: What may differ.
+        parameters: Path of every parameter of the state, by identity.
+
     Attributes:
         faults: What does not fit, for a person.
+        report: What will be left as it is, or converted.
         wants: What will be read.
+        making: Tensors that will get memory.
         early: The user's code, which may raise; before everything else that changes the state.
         copies: Everything that cannot fail any more.
         late: What needs the copies to be done.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(
+        self, source: Source, values: Any, options: LoadOptions = EXACT, parameters: Mapping[int, Path] | None = None
+    ) -> None:
+        self.source, self.options, self.parameters = source, options, parameters or {}
+        self.selection, self.report, self.making = Selection(options), LoadReport(), meta.Making(options.device)
         self.faults: list[str] = []
         self.wants: list[Want] = []
         self._prepare: list[Step] = []
         self.early: list[Step] = []
         self.copies: list[Step] = []
         self.late: list[Step] = []
+        self._values = values
         self._places: dict[object, str] = {}  # memory -> item that goes there
-        self._made: dict[str, Any] = {}  # item -> what was made of it, so that shared ones stay shared
+        self._spared: dict[object, Path] = {}  # memory -> what is left out, and has it
+        self._needed: list[tuple[torch.Tensor, Path]] = []  # will be asked for its device
+        self._made: dict[object, Any] = {}  # item and type -> what was made of it, so that shared ones stay shared
 
     def differ(self, path: Path, text: str) -> None:
         """Note that something does not fit."""
@@ -73,23 +92,76 @@ class Plan:
             self.differ(path, f"a {found} in the checkpoint, a {kind} in the state")
         return found == kind
 
+    # -- what is left as it is
+
+    def amount(self, node: Any, path: Path) -> Amount:
+        """How much of a node is to be loaded."""
+        return "all" if self.selection.all else self.selection.amount(leaves(node, path))
+
+    def leaves_out(self, node: Any, path: Path, live: object = None) -> bool:
+        """Whether nothing of a node is to be loaded; notes it."""
+        if holds(node, KEEP_KINDS):
+            self.report.kept.append(where(path))
+        elif self.amount(node, path) == "none":
+            self._skip(path, live)
+        else:
+            return False
+        return True
+
+    def _skip(self, path: Path, live: object) -> None:
+        self.report.skipped.append(where(path))
+        for tensor in states.tensors_in(live):
+            if (memory := states.memory_key(tensor)) is not None:
+                self._spared[memory] = path
+
+    def missing(self, path: Path, live: object = None, text: str = "is in the state, not in the checkpoint") -> None:
+        """Note what is in the state alone."""
+        if self.selection.amount(live_leaves(live, path, self.parameters)) == "none":
+            self._skip(path, live)
+        elif self.options.allow_missing:
+            self.report.missing.append(where(path))
+        else:
+            self.differ(path, text)
+
+    def unexpected(self, path: Path, node: Any) -> None:
+        """Note what is in the checkpoint alone."""
+        if self.amount(node, path) == "none":
+            self.report.skipped.append(where(path))
+        elif self.options.allow_unexpected:
+            self.report.unexpected.append(where(path))
+        else:
+            self.differ(path, "is in the checkpoint, not in the state")
+
+    def need(self, parameter: torch.Tensor, path: Path) -> None:
+        """Note that something is made like a parameter, which must have memory by then."""
+        if meta.is_meta(parameter):
+            self._needed.append((parameter, path))
+
     def refuse(self) -> None:
         """Raise if anything does not fit.
 
         Raises:
             StateError: Lists the first few differences.
         """
+        for pattern in self.selection.unused():
+            self.faults.append(f"the pattern {pattern!r} matches nothing that can be loaded by itself")
+        for memory in self._spared.keys() & self._places.keys():
+            self.differ(self._spared[memory], f"is left out, but is the same memory as {self._places[memory]}")
+        for parameter, path in self._needed:
+            if parameter not in self.making:
+                self.differ(path, "belongs to a parameter on the meta device that is not restored")
         if self.faults:
-            more = f"; and {len(self.faults) - SHOWN} more" if len(self.faults) > SHOWN else ""
             raise StateError(
-                f"the state does not fit the checkpoint: {'; '.join(self.faults[:SHOWN])}{more}",
-                mend="restore into a state of the same shape, or give the run another id to start afresh",
+                f"the state does not fit the checkpoint: {listed(self.faults, '; ')}",
+                mend="restore into a state of the same shape, say in LoadOptions what may differ, "
+                "or give the run another id to start afresh",
                 differences=len(self.faults),
             )
 
     def run(self) -> None:
         """Make what is new, then change the state."""
-        for steps in (self._prepare, self.early, self.copies, self.late):
+        self.making.allocate()
+        for steps in (self._prepare, self.early, [self.making.swap], self.copies, self.late):
             for step in steps:
                 step()
 
@@ -99,26 +171,35 @@ class Plan:
         """Compare a tensor of the state with a node, to be filled in place."""
         if not self.expect(node, "tensor", path):
             return
-        states.check_tensor(live, path)
+        states.check_tensor(live, path, meta=True)
         dtype = dtypes.torch_name(live.dtype, where(path))
         if sharded is None:
             part = sharding.part_of(live, where(path))
         else:
             shape, extents = tuple(sharded.global_shape), tuple(sharded.extents)
             part = sharding.Part(local=live.detach(), global_shape=shape, extents=extents, whole=False)
-        if not part.whole:
-            want = self.want(node, dtype, tuple(part.local.shape), part.global_shape, path, part.extents)
-            self._fill(want, part.local, path)
-            return
+        made_late = part.local.is_meta
+        if made_late and (fault := self.making.add(live, node.get("device", "cpu"))):
+            self.differ(path, fault)
+        local = states.compact(part.local) if part.whole else part.local
+
+        def target() -> torch.Tensor:
+            if not made_late:
+                return local
+            now = sharding.part_of(live, where(path)).local
+            return states.compact(now) if part.whole else now
+
         stored, full = tuple(node["shape"]), tuple(node.get("expanded", node["shape"]))
-        local = states.compact(part.local)
-        if tuple(live.shape) != full:
+        if not part.whole:
+            want = self.want(node, dtype, tuple(local.shape), part.global_shape, path, part.extents)
+            self._fill(want, local, target, path)
+        elif tuple(live.shape) != full:
             self.differ(path, f"shape {full} in the checkpoint, {tuple(live.shape)} in the state")
         elif tuple(local.shape) == stored:
-            self._fill(self.want(node, dtype, stored, stored, path), local, path)
+            self._fill(self.want(node, dtype, stored, stored, path), local, target, path)
         elif tuple(local.shape) == full:  # expanded when it was saved, dense now
             want = self.want(node, dtype, stored, stored, path)
-            self.copies.append(lambda: self._spread(want, local))
+            self.copies.append(lambda: self._spread(want, target()))
         else:
             self.differ(path, "is expanded in the state, not in the checkpoint")
 
@@ -133,10 +214,12 @@ class Plan:
             self.differ(path, "is a read-only array in the state")
         else:
             dtype = dtypes.numpy_name(live.dtype, where(path))
-            self._fill(self.want(node, dtype, live.shape, live.shape, path), live, path)
+            self._fill(self.want(node, dtype, live.shape, live.shape, path), live, lambda: live, path)
 
-    def _fill(self, want: Want, target: torch.Tensor | Array, path: Path) -> None:
-        memory = states.memory_key(target)
+    def _fill(
+        self, want: Want, place: torch.Tensor | Array, target: Callable[[], torch.Tensor | Array], path: Path
+    ) -> None:
+        memory = states.memory_key(place)
         if memory is not None:
             other = self._places.get(memory)
             if other == want.name:
@@ -144,7 +227,19 @@ class Plan:
             if other is not None:
                 self.differ(path, f"is the same memory as {other} in the state, but not in the checkpoint")
             self._places[memory] = want.name
-        self.copies.append(lambda: self.source.fill(want, target))
+        self.copies.append(lambda: self._put(want, target()))
+
+    def _put(self, want: Want, target: torch.Tensor | Array) -> None:
+        if dtypes.name_of(target, want.where) == want.dtype:
+            self.source.fill(want, target)
+            return
+        one = fresh(want.dtype, want.local_shape, want.where)
+        self.source.fill(want, one)
+        if isinstance(target, torch.Tensor) and isinstance(one, torch.Tensor):
+            with torch.no_grad():
+                target.copy_(one)
+        elif isinstance(target, np.ndarray) and isinstance(one, np.ndarray):
+            np.copyto(target, one, casting="same_kind")
 
     def _spread(self, want: Want, target: torch.Tensor) -> None:
         one = fresh(want.dtype, want.local_shape, want.where)
@@ -157,6 +252,10 @@ class Plan:
         self, node: Any, dtype: str, local: Any, shape: Any, path: Path, extents: tuple[Any, ...] | None = None
     ) -> Want:
         """Note what will be read; without ``extents`` it is the whole."""
+        stored = node.get("dtype", "bytes")
+        if self.options.cast and dtype != stored and dtypes.can_cast(stored, dtype):
+            self.report.cast.append(f"{where(path)} ({stored} to {dtype})")
+            dtype = stored
         want = Want(
             name=node["item"],
             dtype=dtype,
@@ -195,16 +294,18 @@ class Plan:
         return lambda: box[0]
 
     def _note(self, node: Any, path: Path, like: Like | None) -> None:
-        """Note all items below a node."""
-        if isinstance(node, list):
-            for entry in node:
-                self._note(entry, path, like)
-        elif isinstance(node, dict):
-            if node.get("$") in ITEM_KINDS and "item" in node:
-                self._note_item(node, path, like)
-            for entry in node.values():
-                if isinstance(entry, dict | list):
-                    self._note(entry, path, like)
+        """Note all items below a node; paths are those that :meth:`_decode` gives them."""
+        kind, of = kind_of(node), node.get("of") if isinstance(node, dict) else node
+        if kind in ITEM_KINDS and "item" in node:
+            self._note_item(node, path, like)
+        elif kind in GENERATOR_KINDS:
+            self._note(of, path, like)
+        elif kind in PAIR_KINDS:
+            for key, entry in node["of"]:
+                self._note(entry, (*path, plain.decode_key(key, path)), like)
+        elif isinstance(of, list):
+            for index, entry in enumerate(of):
+                self._note(entry, (*path, str(index)), like)
 
     def _note_item(self, node: dict[str, Any], path: Path, like: Like | None) -> None:
         shape = tuple(node["shape"])
@@ -212,7 +313,8 @@ class Plan:
         if made is not None:
             part = sharding.part_of(made, where(path))
             extents = None if part.whole else part.extents
-            self.want(node, node["dtype"], part.local.shape, part.global_shape, path, extents)
+            dtype = dtypes.torch_name(made.dtype, where(path))
+            self.want(node, dtype, part.local.shape, part.global_shape, path, extents)
         elif node.get("sharded"):
             self.differ(path, "is sharded in the checkpoint, and nothing in the state says how to shard it now")
         else:
@@ -231,15 +333,15 @@ class Plan:
         return plain.decode(node, path, child, live)
 
     def _make(self, node: dict[str, Any], path: Path, like: Like | None) -> Any:
-        name = node["item"]
-        if name not in self._made:
-            self._made[name] = self._made_new(node, path, like)
-        made = self._made[name]
-        return made.expand(tuple(node["expanded"])) if "expanded" in node else made
+        made = like(node, path) if like is not None and node["$"] == "tensor" else None
+        key = (node["item"], None if made is None else made.dtype)
+        if key not in self._made:
+            self._made[key] = self._made_new(node, path, made)
+        found = self._made[key]
+        return found.expand(tuple(node["expanded"])) if "expanded" in node else found
 
-    def _made_new(self, node: dict[str, Any], path: Path, like: Like | None) -> Any:
+    def _made_new(self, node: dict[str, Any], path: Path, made: torch.Tensor | Array | None) -> Any:
         dtype, shape = node.get("dtype", "bytes"), tuple(node["shape"])
-        made: torch.Tensor | Array | None = like(node, path) if like is not None and node["$"] == "tensor" else None
         if made is None:
             made = fresh(dtype, shape, where(path), node.get("fields"))
             if node.get("device") == "cuda" and torch.cuda.is_available() and isinstance(made, torch.Tensor):
@@ -254,8 +356,30 @@ class Plan:
             whole=part.whole if part else True,
             where=where(path),
         )
-        self.source.fill(want, part.local if part else made)
-        return made.tobytes() if node["$"] == "bytes" and isinstance(made, np.ndarray) else made
+        if node["$"] == "bytes":
+            self.source.fill(want, made)
+            return made.tobytes() if isinstance(made, np.ndarray) else made
+        self._put(want, part.local if part else made)
+        return made
+
+    # -- what is known of the checkpoint
+
+    @cached_property
+    def parameter_dtypes(self) -> Mapping[str, str]:
+        """Type of every entry of every module in the checkpoint, by the name that its optimizer knows it by."""
+        found: dict[str, str] = {}
+        stack: list[tuple[Any, Path]] = [(self._values, ())]
+        while stack:
+            node, path = stack.pop()
+            if kind_of(node) == "module":
+                entries = ((name, entry) for name, entry in node["of"] if kind_of(entry) == "tensor")
+                found.update({layout.join(*path, name): entry["dtype"] for name, entry in entries})
+            elif kind_of(node) in PAIR_KINDS:
+                stack += [(entry, (*path, plain.decode_key(key, path))) for key, entry in node["of"]]
+            elif kind_of(node) in ("list", "tuple", "namedtuple"):
+                of = node if isinstance(node, list) else node["of"]
+                stack += [(entry, (*path, str(index))) for index, entry in enumerate(of)]
+        return found
 
 
 def new_generator(node: dict[str, Any], value: Any, path: Path) -> Any:

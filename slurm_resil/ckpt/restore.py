@@ -11,6 +11,8 @@ from typing import Any
 
 from slurm_resil.ckpt import private as privacy
 from slurm_resil.ckpt.load import load_into
+from slurm_resil.ckpt.options import LoadOptions, LoadReport
+from slurm_resil.ckpt.planning import EXACT
 from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.shards import ShardsSource
 from slurm_resil.ckpt.source import DrainedSource, LocalSource
@@ -29,21 +31,26 @@ class Restored:
         wanted_bytes: Bytes that went into the state.
         read_bytes: Bytes that were read for it; more than wanted where blocks hold more than this rank needs.
         seconds: How long it took.
+        report: What was left as it was, or converted.
     """
 
     iteration: int
     wanted_bytes: int
     read_bytes: int
     seconds: float
+    report: LoadReport
 
 
-def restore_local(state: Mapping[str, object], job_dir: str, manifest: ShardManifest) -> Restored:
+def restore_local(
+    state: Mapping[str, object], job_dir: str, manifest: ShardManifest, options: LoadOptions = EXACT
+) -> Restored:
     """Restore from the rank's own sealed shard.
 
     Args:
         state: Restored in place, see :func:`slurm_resil.ckpt.load.load_into`.
         job_dir: Job's directory in the burst buffer.
         manifest: Manifest of the shard.
+        options: What may differ.
 
     Raises:
         StateError: The state does not fit; nothing was changed.
@@ -51,12 +58,10 @@ def restore_local(state: Mapping[str, object], job_dir: str, manifest: ShardMani
     """
     started = time.perf_counter()
     with LocalSource(job_dir, manifest) as source:
-        load_into(state, manifest.values, source)
+        report = load_into(state, manifest.values, source, options)
         source.check_again()
         read = source.read_bytes
-    return Restored(
-        iteration=manifest.iteration, wanted_bytes=read, read_bytes=read, seconds=time.perf_counter() - started
-    )
+    return _restored(manifest, started, read, read, report)
 
 
 def restore_drained(
@@ -67,6 +72,7 @@ def restore_drained(
     world_size: int,
     *,
     private: Policy = "error",
+    options: LoadOptions = EXACT,
 ) -> Restored:
     """Restore from a drained file; the number of ranks may be another than that of the save.
 
@@ -80,6 +86,7 @@ def restore_drained(
         world_size: Number of ranks now.
         private: What becomes of rank-private state if the number of ranks has changed, see
             :func:`slurm_resil.ckpt.private.merge`.
+        options: What may differ.
 
     Raises:
         StateError: The state does not fit, or private state has no place to go; nothing was changed.
@@ -93,10 +100,22 @@ def restore_drained(
         else:
             all_values = [_values(source, one) for one in range(old)]
             values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
-        load_into(state, values, source)
+        report = load_into(state, values, source, options)
         wanted, read = source.wanted_bytes, source.read_bytes
+    return _restored(manifest, started, wanted, read, report)
+
+
+def _restored(
+    manifest: ShardManifest | DrainedManifest, started: float, wanted: int, read: int, report: LoadReport
+) -> Restored:
+    if report:
+        log.warning("slurm-resil: iteration %d was not restored as it stands: %s", manifest.iteration, report)
     return Restored(
-        iteration=manifest.iteration, wanted_bytes=wanted, read_bytes=read, seconds=time.perf_counter() - started
+        iteration=manifest.iteration,
+        wanted_bytes=wanted,
+        read_bytes=read,
+        seconds=time.perf_counter() - started,
+        report=report,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,18 +139,41 @@ def memory_key(value: torch.Tensor | Array) -> object:
         )
     if value.numel() == 0:
         return None
+    if value.is_meta:  # every address is 0 there
+        place = (value.untyped_storage()._cdata, value.storage_offset())
+        return (place, tuple(value.shape), value.stride(), value.dtype)
     bits = (value.is_conj(), value.is_neg())
     return (str(value.device), value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, bits)
 
 
-def check_tensor(tensor: torch.Tensor, path: Path) -> None:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Local tensors of a tensor, a module, or containers of them."""
+    if isinstance(value, torch.Tensor):
+        yield value._local_tensor if isinstance(value, DTensor) else value
+    elif isinstance(value, nn.Module):
+        for tensor in (*value.parameters(), *value.buffers()):
+            yield from tensors_in(tensor)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from tensors_in(entry)
+
+
+def check_tensor(tensor: torch.Tensor, path: Path, *, meta: bool = False) -> None:
     """Refuse tensors that have no bytes of their own.
+
+    Args:
+        tensor: It.
+        path: Where it is.
+        meta: Let those pass that are on the meta device.
 
     Raises:
         StateError: Sparse, quantised, nested, on the meta device, or of a class with its own memory.
     """
     what = ""
-    if tensor.is_meta:
+    if tensor.is_meta and not meta:
         what = "a tensor on the meta device has no data"
     elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         what = f"a {tensor.layout} {'quantised ' if tensor.is_quantized else ''}tensor cannot be stored"

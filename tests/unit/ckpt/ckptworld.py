@@ -56,8 +56,8 @@ def save_new(job_dir: str, state: Mapping[str, object], *, rank: int = 0, **more
         arena.close()
 
 
-def load(job_dir: str, state: Mapping[str, object], *, iteration: int = 1, rank: int = 0) -> Restored:
-    return restore_local(state, job_dir, ShardManifest.load(paths.manifest(job_dir, iteration, rank)))
+def load(job_dir: str, state: Mapping[str, object], *, iteration: int = 1, rank: int = 0, **more: Any) -> Restored:
+    return restore_local(state, job_dir, ShardManifest.load(paths.manifest(job_dir, iteration, rank)), **more)
 
 
 def drain(job_dir: str, run_dir: str, *, iteration: int = 1) -> DrainedManifest:

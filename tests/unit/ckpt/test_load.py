@@ -76,7 +76,7 @@ CHANGES = {
     fewer: "model/middle.weight: is in the checkpoint, not in the state",
     other_key: "epoch: is in the state, not in the checkpoint; position: is in the checkpoint, not in the state",
     other_optimizer: "optimizer: AdamW in the checkpoint, SGD in the state",
-    other_groups: "optimizer: has its parameters in another order or in other groups",
+    other_groups: "optimizer/groups/1: has its parameters in other groups in the checkpoint",
     swapped_kinds: "model: a module in the checkpoint, a optimizer in the state",
     tensor_for_value: "position: a value in the checkpoint, a tensor in the state",
     value_for_generator: "generator: a torch.Generator in the checkpoint, a int in the state",
