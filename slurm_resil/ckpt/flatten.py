@@ -43,13 +43,14 @@ FEWEST = 16  # tensors of a plain dict, for it to be a segment
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def flatten(state: Mapping[str, object], memo: Memo | None = None) -> Flat:
+def flatten(state: Mapping[str, object], memo: Memo | None = None, *, meta: bool = False) -> Flat:
     """Take a state apart. Nothing is copied, and nothing is changed.
 
     Args:
         state: Modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, generators, tensors, arrays,
             plain values; in dicts, lists, tuples and dataclasses of any depth.
         memo: What the calls before found out about this state; they are the faster for it.
+        meta: Let tensors of the meta device pass, which have nothing to be saved yet: before a restore gives it.
 
     Raises:
         StateError: Something in it cannot be stored; names its path.
@@ -57,15 +58,15 @@ def flatten(state: Mapping[str, object], memo: Memo | None = None) -> Flat:
     memo = memo or Memo()
     if memo.segments:
         try:
-            return _walk(state, memo, replay=True)
+            return _walk(state, memo, replay=True, meta=meta)
         except ChangedError as error:
             memo.changed(error.key)
-    return _walk(state, memo, replay=False)
+    return _walk(state, memo, replay=False, meta=meta)
 
 
-def _walk(state: Mapping[str, object], memo: Memo, *, replay: bool) -> Flat:
+def _walk(state: Mapping[str, object], memo: Memo, *, replay: bool, meta: bool) -> Flat:
     memo.begin(replay=replay)
-    flattener = _Flattener(state, memo)
+    flattener = _Flattener(state, memo, meta)
     of = plain.pairs(state.items(), (), flattener.encode)
     return Flat(
         items=memo.end(tuple(flattener.items)),
@@ -81,6 +82,7 @@ def _walk(state: Mapping[str, object], memo: Memo, *, replay: bool) -> Flat:
 class _Flattener:
     state: Mapping[str, object]
     memo: Memo
+    meta: bool  # tensors of that device may pass
     items: list[FlatItem] = field(default_factory=list)
     sources: list[torch.Tensor | Array] = field(default_factory=list)  # of the items
     origins: list[object] = field(default_factory=list)  # of the items: what is in the state
@@ -298,7 +300,7 @@ class _Flattener:
 
     def tensor(self, value: torch.Tensor, path: Path) -> Any:
         """Encode a tensor: add an item, or refer to the one that has the same memory."""
-        check_tensor(value, path)
+        check_tensor(value, path, meta=self.meta)
         part = sharding.part_of(value, where(path))
         local = compact(part.local) if part.whole else part.local
         shape = tuple(local.shape) if part.whole else part.global_shape
@@ -316,7 +318,7 @@ class _Flattener:
 
     def sharded(self, value: Sharded, path: Path) -> Any:
         """Encode what the user says is a part of a global tensor."""
-        check_tensor(value.tensor, path)
+        check_tensor(value.tensor, path, meta=self.meta)
         local, shape = value.tensor.detach(), tuple(value.global_shape)
         covered = sum(int(np.prod(extent.shape)) for extent in value.extents)
         for extent in value.extents:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slurm_resil.ckpt import plain
+from slurm_resil.core.errors import UsageError
 
 _ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -22,10 +23,13 @@ class Making:
 
     Args:
         device: Where, as ``torch.device`` takes it; None: where the checkpoint's tensors were, or on the host.
+
+    Raises:
+        UsageError: There is no such device here.
     """
 
     def __init__(self, device: str | None) -> None:
-        self._device = device
+        self._device = _checked(device)
         self._wanted: dict[int, tuple[torch.Tensor, str]] = {}
         self._made: dict[int, torch.Tensor] = {}
 
@@ -73,6 +77,16 @@ def _held(tensor: Any) -> bool:
     """Whether anything but Python's own references would see a swap, or lose by it."""
     hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(hooks or weakref.getweakrefcount(tensor) or tensor._use_count() > 1)
+
+
+def _checked(device: str | None) -> str | None:
+    try:
+        if device is None or (kind := torch.device(device).type) == "cpu" or _is_there(kind):
+            return device
+        why = "there is none here"
+    except RuntimeError as error:
+        why = str(error)
+    raise UsageError(f"device={device!r} is no device to restore to: {why:.200}")
 
 
 def _is_there(kind: str) -> bool:

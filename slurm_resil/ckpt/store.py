@@ -58,7 +58,7 @@ class SlotStore:
         self._memo = Memo()
         self._hooks = Hooks()
         # what cannot be stored is said before the training, not at its first checkpoint
-        check_capacity(job_dir, self._arena.wanted(flatten(state)), ranks_on_node)
+        check_capacity(job_dir, self._arena.wanted(flatten(state, meta=True)), ranks_on_node)
 
     def write(self, index: int, iteration: int) -> str:
         """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""

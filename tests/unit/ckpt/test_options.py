@@ -151,7 +151,7 @@ def test_leaving_out_half_of_what_is_tied_is_an_error(stored):
     before = parts(other)
     load = stored(w.training(1, 2))
     with pytest.raises(
-        StateError, match="model/head.weight: is left out, but is the same memory as model/token.weight"
+        StateError, match=r"model/head.weight: is left out, but is the same memory as model/token.weight"
     ):
         load(other, exclude="model/head.*")
     assert parts(other) == before
@@ -302,7 +302,7 @@ def test_conversion_of_other_things(stored):
     report = load(other, cast=True)
     assert w.bits(other) == w.bits(make(3, torch.float16, torch.complex128, np.float32, torch.int32))
     assert [text.split()[0] for text in report.cast] == ["e", "dense", "c", "a", "box/deep/0/t"]
-    with pytest.raises(StateError, match="i: torch.int32 in the checkpoint, torch.int64 in the state"):
+    with pytest.raises(StateError, match=r"i: torch.int32 in the checkpoint, torch.int64 in the state"):
         load(make(5, torch.float32, torch.complex64, np.float64, torch.int64), cast=True)
-    with pytest.raises(StateError, match="c: torch.complex64 in the checkpoint, torch.float32 in the state"):
+    with pytest.raises(StateError, match=r"c: torch.complex64 in the checkpoint, torch.float32 in the state"):
         load(make(5, torch.float32, torch.float32, np.float64, torch.int32), cast=True)
