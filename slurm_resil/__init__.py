@@ -7,6 +7,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # importing typing would cost the hooks as much time as the interpreter does
 if TYPE_CHECKING:
+    from slurm_resil.ckpt.options import LoadOptions as LoadOptions
     from slurm_resil.core.errors import ResilError as ResilError
     from slurm_resil.session import Checkpointer as Checkpointer
 
@@ -14,9 +15,10 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Checkpointer": "slurm_resil.session",
+    "LoadOptions": "slurm_resil.ckpt.options",
     "ResilError": "slurm_resil.core.errors",
 }
-__all__ = ["Checkpointer", "ResilError", "__version__"]
+__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,7 @@ from slurm_resil.agent.link import RankLink
 from slurm_resil.agent.place import Place, from_env
 from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
+from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.core import control, exits, fsio, paths
 from slurm_resil.core.background import Background
 from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, ServiceError, TryAgainError, UsageError
@@ -85,7 +86,7 @@ class Checkpointer:
     def __init__(
         self,
         place: Place,
-        make_store: Callable[[int, Private], StateStore],
+        make_store: Callable[[int, Private, LoadOptions], StateStore],
         *,
         every: int | None = None,
         backpressure: Backpressure = "skip",
@@ -176,7 +177,13 @@ class Checkpointer:
             lazy=lazy,
         )
 
-    def restore(self, *, private: Private = "error", timeout_s: float = RESTORE_WAIT_S) -> int:
+    def restore(
+        self,
+        *,
+        private: Private = "error",
+        options: LoadOptions | None = None,
+        timeout_s: float = RESTORE_WAIT_S,
+    ) -> int:
         """Load the newest checkpoint that all ranks can load.
 
         Collective: over all ranks, each must call it once, before the first :meth:`step`.
@@ -184,6 +191,8 @@ class Checkpointer:
         Args:
             private: What becomes of rank-private state when the number of ranks has changed: ``error``, ``fresh`` (it
                 stays as it is) or ``rank_mod`` (rank r gets that of r modulo the old number).
+            options: What may differ from everything, exactly: a part by pattern, what is missing or unexpected,
+                conversions. What was left as it was is logged as a warning.
             timeout_s: Longest wait for the other ranks, seconds.
 
         Returns:
@@ -199,7 +208,7 @@ class Checkpointer:
             raise UsageError("restore() was called already")
         if self._lazy and self._background is None:
             self._background = Background("resil copies")
-        store = self._store = self._make_store(self._link.page.slots, private)
+        store = self._store = self._make_store(self._link.page.slots, private, options or LoadOptions())
         plan, iteration, touched = 0, 0, False
         while True:
             answer = self._link.restore(plan, timeout_s=timeout_s)
@@ -512,7 +521,9 @@ class Checkpointer:
         log.error(f"slurm-resil: rank %d: {text}", self._place.rank, *values)
 
 
-def _slot_store(place: Place, state: Mapping[str, object], slots: int, private: Private) -> StateStore:
+def _slot_store(
+    place: Place, state: Mapping[str, object], slots: int, private: Private, options: LoadOptions
+) -> StateStore:
     from slurm_resil.catalog import LocalCatalog, RunCatalog
     from slurm_resil.ckpt.store import SlotStore
 
@@ -527,6 +538,7 @@ def _slot_store(place: Place, state: Mapping[str, object], slots: int, private: 
         ranks_on_node=place.ranks_per_node,
         slots=slots,
         private=private,
+        options=options,
         shard=lambda iteration: local.load(iteration, place.rank),
         drained=RunCatalog(place.run_dir, run_id=place.info.run_id).load,
     )

@@ -97,7 +97,7 @@ def measure(*, calls: int = CALLS, repeats: int = REPEATS) -> BenchResult:
         try:
             steps, empties = [], []
             # the launcher's part is played by this process: it starts the agent
-            with Checkpointer(replace(place, leader="none"), lambda slots, private: _Nothing()) as checkpointer:
+            with Checkpointer(replace(place, leader="none"), lambda *_: _Nothing()) as checkpointer:
                 first = checkpointer.restore() + 1
                 for _ in range(repeats):
                     empties.append(_seconds(_Empty().step, first, calls))

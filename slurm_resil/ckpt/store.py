@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.lazy import Hooks
 from slurm_resil.ckpt.memo import Memo
+from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.restore import restore_drained, restore_local
 from slurm_resil.ckpt.slotfile import check_capacity
@@ -28,6 +29,7 @@ class SlotStore:
         ranks_on_node: Ranks that share the burst buffer.
         slots: Number of slots.
         private: What becomes of rank-private state when the number of ranks has changed.
+        options: What a restore may leave out or convert.
         shard: Finds the manifest of this rank's sealed shard of an iteration.
         drained: Finds the manifest of the drained file of an iteration.
 
@@ -48,10 +50,12 @@ class SlotStore:
         ranks_on_node: int,
         slots: int,
         private: Policy,
+        options: LoadOptions,
         shard: Callable[[int], ShardManifest],
         drained: Callable[[int], DrainedManifest],
     ) -> None:
         self._state, self._job_dir, self._run_dir, self._private = state, job_dir, run_dir, private
+        self._options = options
         self._info, self._rank, self._node = info, rank, node
         self._shard, self._drained = shard, drained
         self._arena = Arena(job_dir, rank, slots=slots)
@@ -97,12 +101,20 @@ class SlotStore:
 
     def load_local(self, iteration: int) -> None:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
-        restore_local(self._state, self._job_dir, self._shard(iteration))
+        restore_local(self._state, self._job_dir, self._shard(iteration), self._options)
 
     def load_drained(self, iteration: int) -> None:
         """Load from the drained file. Raises DataError if it is not what it claims to be."""
         manifest, world_size = self._drained(iteration), self._info.world_size
-        restore_drained(self._state, self._run_dir, manifest, self._rank, world_size, private=self._private)
+        restore_drained(
+            self._state,
+            self._run_dir,
+            manifest,
+            self._rank,
+            world_size,
+            private=self._private,
+            options=self._options,
+        )
 
     def close(self) -> None:
         """Leave the optimizers alone."""

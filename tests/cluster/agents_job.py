@@ -38,7 +38,7 @@ def main() -> int:
         return main_agent(made, RawStore(place.job_dir), watch=watch)
     place = dataclasses.replace(place, leader="somebody starts the agents")
     state = RawState(place)
-    with Checkpointer(place, lambda slots, private: state, every=50) as checkpointer:
+    with Checkpointer(place, lambda *_: state, every=50) as checkpointer:
         start = checkpointer.restore(timeout_s=60)
         for number in range(start + 1, 100_000):
             state.train(number)

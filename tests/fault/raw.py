@@ -143,7 +143,7 @@ def rank(raw: dict[str, Any]) -> int:
     def say(**fields: object) -> None:
         print(json.dumps({"rank": place.rank, **fields}), flush=True)
 
-    with Checkpointer(place, lambda slots, private: state, every=raw.get("every")) as checkpointer:
+    with Checkpointer(place, lambda *_: state, every=raw.get("every")) as checkpointer:
         start = checkpointer.restore(timeout_s=raw.get("timeout_s", 60))
         say(start=start, loaded=state.loaded, digest=digest(state.data))
         page = control.ControlPage.open(paths.control(place.job_dir))

@@ -71,7 +71,7 @@ def main() -> int:
         sys.stdout.write(json.dumps({"rank": place.rank, "node": place.node, **fields}) + "\n")  # one write
         sys.stdout.flush()
 
-    with Checkpointer(place, lambda slots, private: state, every=place.every) as checkpointer:
+    with Checkpointer(place, lambda *_: state, every=place.every) as checkpointer:
         start = checkpointer.restore(timeout_s=60)
         together = Together(place.rank, place.info.world_size)
         say(start=start, loaded=state.loaded, cycle=place.info.cycle, attempt=place.info.attempt, pid=os.getpid())

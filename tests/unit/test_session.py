@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import slurm_resil as sr
 from slurm_resil.agent.place import from_env
 from slurm_resil.core.errors import UsageError
 from slurm_resil.format.manifest import ShardManifest
@@ -243,6 +244,22 @@ def test_a_checkpoint_of_another_model_ends_with_65_and_changes_nothing(work: Pa
     assert "(4, 8) in the checkpoint, (4, 9) in the state" in errors
 
 
+def test_a_part_goes_into_a_model_without_memory(work: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = {"SLURM_RESIL_BB_ROOT": str(work / "bb"), "SLURM_RESIL_PREFIX": str(work / "pfs"), **NAMED}
+    saved: dict[str, Any] = {"model": torch.nn.Linear(3, 2), "seen": {"samples": 7}}
+    with Checkpointer.from_env(saved, env=env) as first:
+        first.restore()
+        first.save(5)
+        assert first.wait(timeout_s=20)
+    with torch.device("meta"):
+        state: dict[str, Any] = {"model": torch.nn.Linear(3, 2), "new": torch.nn.Linear(2, 2)}
+    with Checkpointer.from_env(state, env=env) as second:
+        assert second.restore(options=sr.LoadOptions(include="model")) == 5
+    assert torch.equal(state["model"].weight, saved["model"].weight)
+    assert state["new"].weight.is_meta
+    assert "left out as asked: new, seen" in caplog.text
+
+
 def test_a_burst_buffer_that_cannot_be_used(work: Path) -> None:
     (work / "file").write_text("")
     code, _, errors = Script(work, {"iterations": 1}, {"SLURM_RESIL_BB_ROOT": str(work / "file" / "bb")}).end()
@@ -256,7 +273,7 @@ def test_arguments_are_checked() -> None:
     place = from_env({})
 
     def make(**arguments: Any) -> Callable[[], Checkpointer]:
-        return lambda: Checkpointer(place, lambda slots, private: None, **arguments)  # type: ignore[arg-type, return-value] # not reached
+        return lambda: Checkpointer(place, lambda *_: None, **arguments)  # type: ignore[arg-type, return-value] # not reached
 
     for arguments, words in (({"every": 0}, "every=0"), ({"backpressure": "hope"}, "skip, wait, fail")):
         with pytest.raises(UsageError, match=words):
