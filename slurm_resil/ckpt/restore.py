@@ -105,20 +105,6 @@ def restore_drained(
     return _restored(manifest, started, wanted, read, report)
 
 
-def _restored(
-    manifest: ShardManifest | DrainedManifest, started: float, wanted: int, read: int, report: LoadReport
-) -> Restored:
-    if report:
-        log.warning("slurm-resil: iteration %d was not restored as it stands: %s", manifest.iteration, report)
-    return Restored(
-        iteration=manifest.iteration,
-        wanted_bytes=wanted,
-        read_bytes=read,
-        seconds=time.perf_counter() - started,
-        report=report,
-    )
-
-
 def restore_shards(
     state: Mapping[str, object],
     job_dir: str,
@@ -127,6 +113,7 @@ def restore_shards(
     world_size: int,
     *,
     private: Policy = "error",
+    options: LoadOptions = EXACT,
 ) -> Restored:
     """Restore from the sealed shards of all ranks that saved, which are all on this node; their number may be another.
 
@@ -139,6 +126,7 @@ def restore_shards(
         rank: This rank.
         world_size: Number of ranks now.
         private: As for :func:`restore_drained`.
+        options: What may differ.
 
     Raises:
         StateError: The state does not fit, or private state has no place to go; nothing was changed.
@@ -152,13 +140,25 @@ def restore_shards(
         else:
             all_values = [source.values(one) for one in range(old)]
             values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
-        load_into(state, values, source)
+        report = load_into(state, values, source, options)
         source.check_again()
         for flaw in source.flaws:
             event(log, "replica_bad", level=logging.ERROR, why=flaw, instead="another shard that holds the same")
         wanted, read = source.wanted_bytes, source.read_bytes
+    return _restored(manifests[0], started, wanted, read, report)
+
+
+def _restored(
+    manifest: ShardManifest | DrainedManifest, started: float, wanted: int, read: int, report: LoadReport
+) -> Restored:
+    if report:
+        log.warning("slurm-resil: iteration %d was not restored as it stands: %s", manifest.iteration, report)
     return Restored(
-        iteration=manifests[0].iteration, wanted_bytes=wanted, read_bytes=read, seconds=time.perf_counter() - started
+        iteration=manifest.iteration,
+        wanted_bytes=wanted,
+        read_bytes=read,
+        seconds=time.perf_counter() - started,
+        report=report,
     )
 
 

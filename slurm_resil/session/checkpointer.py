@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import operator
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.link import RankLink
@@ -18,19 +17,17 @@ from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.core import control, exits, fsio, paths
-from slurm_resil.core.background import Background
-from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, ServiceError, TryAgainError, UsageError
-from slurm_resil.core.log import event
+from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, UsageError
+from slurm_resil.session.saving import Saving
+from slurm_resil.session.store import Private, StateStore, slot_store
 
 Backpressure = Literal["skip", "wait", "fail"]
-Private = Literal["error", "fresh", "rank_mod"]
 
 AGENT_WAIT_S = 60.0  # for the agent of this node
 RESTORE_WAIT_S = 1800.0  # for the other ranks
 SLOT_WAIT_S = 20.0  # for a slot, when somebody asked for the checkpoint
 BACKPRESSURE_WAIT_S = 600.0  # for a slot, with backpressure="wait"
 STOP_WAIT_S = 900.0  # at a stop without a deadline, for all ranks to be sealed
-SETTLE_S = 60.0  # for the copies of a lazy save
 PREPARE_WAIT_S = 600.0  # for the agent to lay out the slots
 CLOSE_WAIT_S = 120.0  # at the end, for what is being sealed
 DRAINED_TRIES, DRAINED_PAUSE_S = 3, 1.0
@@ -38,31 +35,6 @@ _POLL_S = 0.002
 _NEVER = 1 << 63
 _open: set[tuple[str, int]] = set()  # job's directory and rank of every Checkpointer of this process
 log = logging.getLogger(__name__)
-
-
-class StateStore(Protocol):
-    """How one rank's state gets into a slot and back."""
-
-    def write(self, index: int, iteration: int) -> str:
-        """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""
-
-    def start(self, index: int, iteration: int) -> Callable[[], str]:
-        """Copy a part at once; the call that is returned does the rest, in another thread, and returns the draft."""
-
-    def want(self) -> str:
-        """Say in the burst buffer how slots should be laid out for the state as it is; returns the layout's name."""
-
-    def take(self, indices: tuple[int, ...]) -> None:
-        """Map slots that hold nothing of worth."""
-
-    def load_local(self, iteration: int) -> None:
-        """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
-
-    def load_drained(self, iteration: int) -> None:
-        """Load from the drained file. Raises DataError if it is not what it claims to be."""
-
-    def close(self) -> None:
-        """Take back what was changed in the state's objects."""
 
 
 class Checkpointer:
@@ -79,8 +51,6 @@ class Checkpointer:
     A save that fails never ends the training, unless ``strict``: it is logged as an error, ``last_error`` says why,
     and the checkpoint before it stands.
 
-    Attributes:
-        last_error: Why the newest failed save failed, empty if none has.
     """
 
     def __init__(
@@ -105,15 +75,10 @@ class Checkpointer:
                 mend="put everything into one state, or close() the other one first",
             )
         self._every, self._backpressure, self._strict = every, backpressure, strict
-        self._store: StateStore | None = None
+        self._saving: Saving | None = None
         self._seat: Seat | None = None
         self._lazy = lazy
-        self._background: Background | None = None
-        self._late: Exception | None = None  # of a lazy save, for the caller
         self._due = self._next = _NEVER  # of the cadence; and from where on step() looks further
-        self._prepared = False
-        self._saved = 0
-        self.last_error = ""
         hello = p.RankHello(
             rank=place.rank,
             local_rank=place.local_rank,
@@ -170,7 +135,7 @@ class Checkpointer:
         place = from_env(env)
         return cls(
             place,
-            functools.partial(_slot_store, place, state),
+            functools.partial(slot_store, place, state),
             every=every or place.every,
             backpressure=backpressure,
             strict=strict,
@@ -206,9 +171,7 @@ class Checkpointer:
         """
         if self._seat is not None:
             raise UsageError("restore() was called already")
-        if self._lazy and self._background is None:
-            self._background = Background("resil copies")
-        store = self._store = self._make_store(self._link.page.slots, private, options or LoadOptions())
+        store = self._make_store(self._link.page.slots, private, options or LoadOptions())
         plan, iteration, touched = 0, 0, False
         while True:
             answer = self._link.restore(plan, timeout_s=timeout_s)
@@ -226,6 +189,7 @@ class Checkpointer:
                 )
             touched = touched or answer.source != "fresh"
             self._load(store, answer)
+        self._saving = Saving(self._link, store, rank=self._place.rank, lazy=self._lazy, strict=self._strict)
         self._take_seat(iteration)
         return iteration
 
@@ -255,6 +219,21 @@ class Checkpointer:
             return self._act(iteration)
         return False
 
+    @property
+    def last_error(self) -> str:
+        """Why the newest failed save failed, empty if none has."""
+        return self._saving.last_error if self._saving is not None else ""
+
+    @last_error.setter
+    def last_error(self, why: str) -> None:
+        if self._saving is not None:
+            self._saving.last_error = why
+
+    @property
+    def skipped(self) -> int:
+        """How many saves were left out because no slot was free: storage is slower than the cadence."""
+        return self._saving.skipped if self._saving is not None else 0
+
     def poll(self) -> bool:
         """Whether a stop was asked for; for long loops without iterations (evaluation, warm-up).
 
@@ -278,8 +257,7 @@ class Checkpointer:
             self._words[self._at] = iteration
         except (TypeError, ValueError) as error:
             raise UsageError(f"save({iteration!r}): a whole number of complete iterations is needed") from error
-        self._raise_late()
-        return self._save(iteration, wait_s=SLOT_WAIT_S, lazy=self._lazy)
+        return self._save(iteration, wait_s=SLOT_WAIT_S)
 
     def prepare(self, *, timeout_s: float = PREPARE_WAIT_S) -> bool:
         """Lay out and map all slots that are free, for the state as it is now, so that the next save is only a copy.
@@ -295,24 +273,16 @@ class Checkpointer:
             UsageError: restore() was not called.
         """
         self._started()
-        assert self._store is not None
-        self._prepared = True
-        try:
-            self._store.take(self._link.prepare(self._store.want(), timeout_s=timeout_s))
-        except Exception as error:
-            self.last_error = f"no slots were prepared: {error}"
-            self._log("%s", self.last_error)
-            if self._strict:
-                raise
-            return False
-        return True
+        assert self._saving is not None
+        return self._saving.prepare(timeout_s)
 
     def wait(self, *, timeout_s: float) -> bool:
         """Wait until all ranks have sealed the newest save of this rank; False if not in time, or given up."""
         seat = self._started()
         deadline = time.monotonic() + timeout_s
-        while seat.sealed_all < self._saved:
-            if seat.given_up >= self._saved or time.monotonic() >= deadline:
+        assert self._saving is not None
+        while seat.sealed_all < self._saving.newest:
+            if seat.given_up >= self._saving.newest or time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
         return True
@@ -323,21 +293,12 @@ class Checkpointer:
         Args:
             wait_s: Longest wait, seconds.
         """
-        copied = self._settle(wait_s)
-        lost = self._link.settle(wait_s)
-        if not copied:
-            lost.append(self._saved)
-        for iteration in lost:
-            self._failed(iteration, f"not sealed {wait_s:g} s after the end")
-        self._report()
-        self._link.close()
-        if self._background is not None:
-            self._background.close()
-        if self._store is not None:
-            self._store.close()
-        _open.discard(self._key)
-        atexit.unregister(self._settle)
-        self._raise_late()
+        try:
+            if self._saving is not None:
+                self._saving.close(wait_s)
+        finally:
+            self._link.close()
+            _open.discard(self._key)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -384,8 +345,6 @@ class Checkpointer:
         self._words, self._at = seat.words, seat.iteration
         self._set_due(start)
         self._next = start + 1  # to prepare the slots
-        if self._lazy:
-            atexit.register(self._settle)  # the thread would end with the process
 
     def _started(self) -> Seat:
         if self._seat is None:
@@ -402,9 +361,9 @@ class Checkpointer:
         if cadence:
             self._set_due(iteration)
         self._next = self._due
-        if not self._prepared:
-            self._prepare_soon()
-        self._raise_late()
+        assert self._saving is not None
+        self._saving.prepare_soon()
+        self._saving.report()
         if order.kind is not Kind.NOTHING:
             if not order.sure:
                 self._log("no decision on the checkpoint at iteration %d came in time; saving anyway", iteration)
@@ -417,11 +376,11 @@ class Checkpointer:
         else:
             return False
         try:
-            self._save(iteration, wait_s=wait_s, lazy=self._lazy and order.kind is not Kind.SAVE_AND_STOP)
+            self._save(iteration, wait_s=wait_s, at_once=order.kind is Kind.SAVE_AND_STOP)
         finally:
             if order.epoch:
                 seat.acted(iteration)
-        self._report()
+        self._saving.report()
         if order.kind is not Kind.SAVE_AND_STOP:
             return False
         self._wait_stop(seat, iteration)
@@ -431,70 +390,13 @@ class Checkpointer:
         if self._every is not None:
             self._due = (iteration // self._every + 1) * self._every
 
-    def _prepare_soon(self) -> None:
-        """Let the agent lay out the slots while training goes on."""
-        self._prepared = True
-        assert self._store is not None
-        try:
-            self._link.prepare_soon(self._store.want())
-        except Exception as error:  # noqa: BLE001 -- the save will say it again, if it is still so
-            event(log, "not_prepared", level=logging.WARNING, rank=self._place.rank, why=str(error))
-
-    def _settle(self, timeout_s: float = SETTLE_S) -> bool:
-        """Wait for the lazy copies; False if they are not done in time."""
-        return self._background is None or self._background.settle(timeout_s)
-
-    def _raise_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None and self._strict:
-            raise late
-
-    def _save(self, iteration: int, *, wait_s: float, lazy: bool) -> bool:
-        if iteration == self._saved:
-            return True
-        assert self._store is not None
-        if not self._settle():
-            self._failed(iteration, "the copies of the save before are not done")
-            return False
-        try:
-            try:
-                index = self._link.lease(iteration, wait_s=wait_s)
-            except ServiceError as error:
-                raise TryAgainError(error.message, mend=error.mend) from error
-            if lazy and self._background is not None:
-                finish = self._store.start(index, iteration)
-                self._background.put(lambda: self._hand_over(iteration, finish))
-                self._next = min(self._next, iteration + 1)  # to hear of it
-            else:
-                self._link.seal(iteration, self._store.write(index, iteration))
-        except TryAgainError as error:
-            self._link.give_up(iteration, error.message)
-            self._failed(iteration, error.message)
-            if self._strict or self._backpressure == "fail":
-                raise
-            return False
-        except Exception as error:
-            # the state is the user's: whatever its parts raise, training goes on
-            self._lost(iteration, error)
-            if self._strict:
-                raise
-            return False
-        self._saved = iteration
-        return True
-
-    def _hand_over(self, iteration: int, finish: Callable[[], str]) -> None:
-        """Thread of the lazy copies."""
-        try:
-            self._link.seal(iteration, finish())
-        except Exception as error:  # noqa: BLE001 -- kept for the caller
-            self._lost(iteration, error)
-            self._late = error
-
-    def _lost(self, iteration: int, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
-        self._link.give_up(iteration, why)
-        self._failed(iteration, why)
-        log.debug("save_failed", exc_info=error)
+    def _save(self, iteration: int, *, wait_s: float, at_once: bool = False) -> bool:
+        assert self._saving is not None
+        fail = self._backpressure == "fail"
+        done = self._saving.save(iteration, wait_s=wait_s, lazy=self._lazy and not at_once, fail=fail)
+        if self._lazy:
+            self._next = min(self._next, iteration + 1)  # to hear what became of it
+        return done
 
     def _wait_stop(self, seat: Seat, iteration: int) -> None:
         """Nobody leaves before all are sealed, or it is certain that they will not be."""
@@ -509,36 +411,5 @@ class Checkpointer:
                 return
             time.sleep(_POLL_S)
 
-    def _report(self) -> None:
-        for iteration, why in self._link.failures().items():
-            self._failed(iteration, why)
-
-    def _failed(self, iteration: int, why: str) -> None:
-        self.last_error = f"save of iteration {iteration} failed: {why}"
-        self._log("%s", self.last_error)
-
     def _log(self, text: str, *values: object) -> None:
         log.error(f"slurm-resil: rank %d: {text}", self._place.rank, *values)
-
-
-def _slot_store(
-    place: Place, state: Mapping[str, object], slots: int, private: Private, options: LoadOptions
-) -> StateStore:
-    from slurm_resil.catalog import LocalCatalog, RunCatalog
-    from slurm_resil.ckpt.store import SlotStore
-
-    local = LocalCatalog(place.job_dir, run_id=place.info.run_id)
-    return SlotStore(
-        state,
-        job_dir=place.job_dir,
-        run_dir=place.run_dir,
-        info=place.info,
-        rank=place.rank,
-        node=place.node,
-        ranks_on_node=place.ranks_per_node,
-        slots=slots,
-        private=private,
-        options=options,
-        shard=lambda iteration: local.load(iteration, place.rank),
-        drained=RunCatalog(place.run_dir, run_id=place.info.run_id).load,
-    )

@@ -1,0 +1,3 @@
+"""What a training script uses: a Checkpointer."""
+
+from slurm_resil.session.checkpointer import Checkpointer as Checkpointer
