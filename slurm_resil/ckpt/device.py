@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from slurm_resil.ckpt import dtypes
 from slurm_resil.core.log import event
 
 STAGING_BYTES = 64 << 20
@@ -134,8 +135,8 @@ class DeviceLane:
         if self._staging is None:
             self._staging = self._runtime.pinned(STAGING_BYTES)
         for to, from_ in _pieces(target, source):
-            flat = to.reshape(-1).view(torch.uint8)
-            bytes_ = from_.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+            flat = dtypes.as_bytes(to)
+            bytes_ = dtypes.as_bytes(from_.contiguous().resolve_conj().resolve_neg())
             for at in range(0, bytes_.numel(), STAGING_BYTES):
                 piece = bytes_[at : at + STAGING_BYTES]
                 staged = self._staging[: piece.numel()]

@@ -29,6 +29,15 @@ def torch_name(dtype: torch.dtype, where: str) -> str:
     return _NAMES[dtype]
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of bytes.
+
+    What is written there is the tensor's value only if it is neither conjugated nor negated by a flag.
+    """
+    # reshape(-1) keeps the stride of a dimension of size 1, whatever it is, and view() then refuses
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def torch_dtype(name: str, where: str) -> torch.dtype:
     """Type of a name.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.shards import ShardsSource
 from slurm_resil.ckpt.source import DrainedSource, LocalSource
 from slurm_resil.core.errors import DataError
-from slurm_resil.core.log import event
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
 log = logging.getLogger(__name__)
@@ -95,11 +94,7 @@ def restore_drained(
     started = time.perf_counter()
     old = manifest.world_size
     with DrainedSource(run_dir, manifest, rank % old) as source:
-        if world_size == old:
-            values = _values(source, rank)
-        else:
-            all_values = [_values(source, one) for one in range(old)]
-            values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
+        values = _merged(lambda one: _values(source, one), source.is_global, old, rank, world_size, private)
         report = load_into(state, values, source, options)
         wanted, read = source.wanted_bytes, source.read_bytes
     return _restored(manifest, started, wanted, read, report)
@@ -135,15 +130,11 @@ def restore_shards(
     started = time.perf_counter()
     old = len(manifests)
     with ShardsSource(job_dir, manifests, rank % max(old, 1)) as source:
-        if world_size == old:
-            values = source.values(rank)
-        else:
-            all_values = [source.values(one) for one in range(old)]
-            values = privacy.merge(all_values, source.is_global, policy=private, rank=rank)
+        values = _merged(source.values, source.is_global, old, rank, world_size, private)
         report = load_into(state, values, source, options)
         source.check_again()
         for flaw in source.flaws:
-            event(log, "replica_bad", level=logging.ERROR, why=flaw, instead="another shard that holds the same")
+            log.error("slurm-resil: rank %d: %s; another shard holds the same, and that was taken", rank, flaw)
         wanted, read = source.wanted_bytes, source.read_bytes
     return _restored(manifests[0], started, wanted, read, report)
 
@@ -160,6 +151,20 @@ def _restored(
         seconds=time.perf_counter() - started,
         report=report,
     )
+
+
+def _merged(
+    values: Callable[[int], Any],
+    is_global: Callable[[str], bool],
+    old: int,
+    rank: int,
+    world_size: int,
+    private: Policy,
+) -> Any:
+    """Values that a rank restores, of the ``old`` ranks that saved."""
+    if world_size == old:
+        return values(rank)
+    return privacy.merge([values(one) for one in range(old)], is_global, policy=private, rank=rank)
 
 
 def _values(source: DrainedSource, rank: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from slurm_resil.ckpt import seal
+from slurm_resil.ckpt import dtypes, seal
 from slurm_resil.ckpt.source import Box, Want, copy_in, cut
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError
@@ -362,4 +362,4 @@ def _bytes_of(target: torch.Tensor | Array, shape: tuple[int, ...]) -> Array | N
         return target.reshape(-1).view(np.uint8).reshape(shape) if target.flags.c_contiguous else None
     if target.device.type != "cpu" or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return None
-    return target.detach().reshape(-1).view(torch.uint8).numpy().reshape(shape)
+    return dtypes.as_bytes(target).numpy().reshape(shape)

@@ -78,7 +78,7 @@ def load_drained(run_dir: str, state: Mapping[str, object], rank: int, world: in
 def shards(job_dir: str, iteration: int = 1) -> list[ShardManifest]:
     """Manifests of all ranks."""
     found = [paths.parse_manifest(name) for name in os.listdir(os.path.join(job_dir, "manifests"))]
-    ranks = [parsed[1] for parsed in found if parsed is not None and parsed[0] == iteration]
+    ranks = sorted(parsed[1] for parsed in found if parsed is not None and parsed[0] == iteration)
     return [ShardManifest.load(paths.manifest(job_dir, iteration, rank)) for rank in ranks]
 
 
@@ -154,7 +154,8 @@ def bits(value: Any) -> Any:
     if hasattr(value, "to_local"):
         return (tuple(value.shape), str(value.placements), bits(value.to_local()))
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), data)
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())

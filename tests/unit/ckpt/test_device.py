@@ -35,6 +35,8 @@ def a_state(standin: StandIn) -> dict[str, torch.Tensor]:
         "turned": torch.arange(12.0).reshape(3, 4).t(),
         "big turned": torch.arange(4000.0).reshape(2, 2000).t(),
         "empty": torch.empty(0),
+        "one of a step": torch.arange(4.0)[::4],  # contiguous, and yet with a stride of 4
+        "a column of one": torch.arange(8.0).bfloat16().reshape(4, 2)[:1, :1],
     }
     return {name: standin.mark(tensor) for name, tensor in tensors.items()}
 
