@@ -14,6 +14,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "format"))
 import independent_reader as reader
 
+from slurm_resil.core import paths
+from slurm_resil.format.manifest import ShardManifest
+
 pytestmark = pytest.mark.torch
 
 
@@ -23,7 +26,7 @@ def test_it_knows_nothing_of_the_package() -> None:
     names |= {
         alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names
     }
-    assert names == {"__future__", "json", "pathlib", "typing", "h5py", "numpy"}
+    assert names == {"__future__", "json", "pathlib", "typing", "h5py", "numpy", "xxhash"}
     assert len(source.splitlines()) <= 75
 
 
@@ -42,6 +45,7 @@ def test_it_reads_a_state(tmp_path: Path, tier: str) -> None:
         "array": np.arange(6, dtype=">i4").reshape(2, 3),
         "a/b": {"~": [1, 2.5, None, "ünï"]},
         "large": bytes(range(256)) * 20,
+        "blocks": np.arange(3 << 19),  # three blocks
     }
     job = w.job(tmp_path)
     w.save_new(job, state)
@@ -60,3 +64,8 @@ def test_it_reads_a_state(tmp_path: Path, tier: str) -> None:
     assert np.array_equal(found["array"], state["array"])
     assert found["a/b"] == {"~": [1, 2.5, None, "ünï"]}
     assert found["large"] == state["large"]
+    assert np.array_equal(found["blocks"], state["blocks"])
+    with pytest.raises(AssertionError, match="blocks"):  # it looks at every block
+        manifest = ShardManifest.load(paths.manifest(job, 1, 0))
+        w.flip(paths.slot(job, 0, 0), next(i.offset for i in manifest.items if i.name == "blocks") + (9 << 20))
+        reader.shard(Path(job), 1, 0)
