@@ -55,7 +55,12 @@ def seal(job_dir: str, draft: ShardManifest, *, sync: bool = False, workers: int
     manifest = replace(draft, version=ShardManifest.READS[-1], items=items, frame=structure, costs_s=costs)
     path = paths.manifest(job_dir, manifest.iteration, manifest.rank)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    manifest.publish(path, sync=sync)
+    try:
+        manifest.publish(path, sync=sync)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # it may be there, and only not be on the device for sure
+        raise
     return manifest
 
 

@@ -35,7 +35,8 @@ def write_atomic(path: StrPath, data: bytes, *, mode: int = 0o644, sync: bool = 
         sync: Also survive a power loss; without it the file survives the process only (enough on tmpfs).
 
     Raises:
-        OSError: The file system refused; ``path`` is then as it was before.
+        OSError: The file system refused; ``path`` is then as it was before, unless it was only the directory that could
+            not be synced: then it has the new content, which may not survive a power loss.
     """
     path = os.fspath(path)
     parent, name = os.path.split(path)
