@@ -292,12 +292,16 @@ class Desk:
         began = time.monotonic()
         future = rank.sealing[iteration] = self._pool.submit(self._hash, rank, draft)
         done_call = functools.partial(self._sealed, rank, iteration, draft.costs_s, began, self.cycle)
-        future.add_done_callback(lambda future: self._later(lambda: done_call(future)))
+        future.add_done_callback(functools.partial(self._hashed, done_call))
 
     def _hash(self, rank: Rank, draft: drafts.Draft) -> ShardManifest:
         """Thread of the pool."""
         faults.point("agent.seal")
         return self._store.seal(rank.descriptions.complete(draft))
+
+    def _hashed(self, done: Callable[[Future[ShardManifest]], None], future: Future[ShardManifest]) -> None:
+        """Thread of the pool."""
+        self._later(functools.partial(done, future))
 
     def _sealed(
         self,
