@@ -15,6 +15,7 @@ _TORCH = {
     for name in layout.TORCH_DTYPES
     if isinstance(dtype := getattr(torch, name.removeprefix("torch."), None), torch.dtype)
 }
+_PACKED = "torch.float4_e2m1fn_x2"  # an element is two numbers
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 
@@ -80,6 +81,8 @@ def name_of(value: torch.Tensor | np.ndarray[Any, Any], where: str) -> str:
 
 def can_cast(stored: str, wanted: str) -> bool:
     """Whether one type may be converted into another: floating point into such, complex numbers into such."""
+    if _PACKED in (stored, wanted):
+        return False
     if stored in _TORCH and wanted in _TORCH:
         one, other = _TORCH[stored], _TORCH[wanted]
         alike = one.is_complex == other.is_complex and one.is_floating_point == other.is_floating_point

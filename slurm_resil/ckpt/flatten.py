@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slurm_resil.ckpt import dtypes, plain, sharding
+from slurm_resil.ckpt import dtypes, plain, sharding, views
 from slurm_resil.ckpt.flat import Flat, FlatItem
 from slurm_resil.ckpt.memo import ChangedError, Memo, Segment, fingerprint
 from slurm_resil.ckpt.plain import Path, where
@@ -68,6 +68,7 @@ def _walk(state: Mapping[str, object], memo: Memo, *, replay: bool, meta: bool) 
     memo.begin(replay=replay)
     flattener = _Flattener(state, memo, meta)
     of = plain.pairs(state.items(), (), flattener.encode)
+    views.mark(flattener.alone)
     return Flat(
         items=memo.end(tuple(flattener.items)),
         sources=tuple(flattener.sources),
@@ -92,6 +93,8 @@ class _Flattener:
     borrows: bool = False  # it refers to an item of another part
     open: list[int] = field(default_factory=list)  # containers that are being walked through
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    # tensors that may be made anew, and their nodes
+    alone: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     given: str = ""  # class whose state_dict() gave what is being walked through
 
     def encode(self, value: object, path: Path) -> Any:
@@ -217,27 +220,33 @@ class _Flattener:
 
     def module(self, value: nn.Module, path: Path) -> Any:
         """Encode a module's state dict."""
+
+        def build() -> Any:
+            return plain.pairs(entries.items(), path, self.placed)
+
         entries = module_entries(value, path)
         tensors = [entry for entry in entries.values() if isinstance(entry, torch.Tensor)]
         key = ("module", path)
         if len(tensors) < len(entries):  # extra state
             self.memo.unsound(key)
-            return plain.pairs(entries.items(), path, self.encode)
-        node = self.segment(key, list(entries), tensors, lambda: plain.pairs(entries.items(), path, self.encode))
+            return build()
+        node = self.segment(key, list(entries), tensors, build)
         if self.memo.segments[key] is None:
             self.memo.unsound(key)
         return node
 
     def dictionary(self, value: dict[Any, Any], path: Path) -> Any:
         """Encode a dict that may be one of many tensors."""
-
-        def build() -> Any:
-            return plain.encode(value, path, self.encode)
-
         tensors = [entry for entry in value.values() if isinstance(entry, torch.Tensor)]
         if len(tensors) < len(value) or not all(type(key) is str for key in value):
-            return build()
-        return self.segment(("dict", path), list(value), tensors, build)
+            return plain.encode(value, path, self.encode)
+        key, memo = ("dict", path), self.memo
+        known = memo.replaying and memo.segments.get(key) is not None
+        if not known and not views.ordinary(tensors):
+            memo.segments.setdefault(key, None)
+            return plain.encode(value, path, self.encode)
+        keys = [*value, any(tensor.requires_grad for tensor in tensors)]
+        return self.segment(key, keys, tensors, lambda: plain.encode(value, path, self.placed))
 
     def optimizer(self, value: torch.optim.Optimizer, path: Path) -> Any:
         """Encode an optimizer, its state by the names of the parameters."""
@@ -290,7 +299,7 @@ class _Flattener:
             name = by_id.get(id(parameter))
             if name is None:
                 raise StateError(f"{where(path)}: state of a parameter that is in no group", state_path=where(path))
-            found.append([layout.join(*name), plain.pairs(entry.items(), (*path, "state", *name), self.encode)])
+            found.append([layout.join(*name), plain.pairs(entry.items(), (*path, "state", *name), self.placed)])
         return found
 
     @cached_property
@@ -298,7 +307,11 @@ class _Flattener:
         """Path of every parameter of every module."""
         return parameter_paths(self.state)
 
-    def tensor(self, value: torch.Tensor, path: Path) -> Any:
+    def placed(self, value: object, path: Path) -> Any:
+        """Encode anything; a tensor is one that has its place in the state, and is not made anew by a restore."""
+        return self.tensor(value, path, placed=True) if isinstance(value, torch.Tensor) else self.encode(value, path)
+
+    def tensor(self, value: torch.Tensor, path: Path, *, placed: bool = False) -> Any:
         """Encode a tensor: add an item, or refer to the one that has the same memory."""
         check_tensor(value, path, meta=self.meta)
         part = sharding.part_of(value, where(path))
@@ -314,7 +327,12 @@ class _Flattener:
         sharing = "plain" if part.whole else "sharded"
         origin = value if local is part.local else None  # None: what is stored is not just the tensor
         name = self.add(path, local, node["dtype"], tuple(local.shape), sharing, shape, part.extents, origin)
-        return {**node, "shape": list(shape), **_listed(node, "expanded"), "item": name}
+        node |= {"shape": list(shape), **_listed(node, "expanded"), "item": name}
+        if not placed:
+            views.describe(value, node, path, given=bool(self.given))
+            if part.whole:
+                self.alone.append((value, node))
+        return node
 
     def sharded(self, value: Sharded, path: Path) -> Any:
         """Encode what the user says is a part of a global tensor."""

@@ -157,7 +157,7 @@ def class_name(type_: type) -> str:
     return f"{type_.__module__}:{type_.__qualname__}"
 
 
-def _find_class(name: str, path: Path, live: object) -> type:
+def find_class(name: str, path: Path, live: object = None) -> type:
     """Find a class by name: that of the live value, or one that is imported already; nothing is imported here."""
     if live is not None and class_name(type(live)) == name:
         return type(live)
@@ -227,7 +227,7 @@ def _decode_dict(node: dict[str, Any], path: Path, child: Child) -> Any:
 
 
 def _decode_class(node: dict[str, Any], path: Path, child: Child, live: object) -> Any:
-    type_ = _find_class(node["class"], path, live)
+    type_ = find_class(node["class"], path, live)
     if node["$"] == "enum":
         if not issubclass(type_, enum.Enum) or node["name"] not in type_.__members__:
             raise StateError(f"{where(path)}: {node['class']} has no member {node['name']}")

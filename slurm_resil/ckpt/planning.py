@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurm_resil.ckpt import dtypes, meta, plain, sharding
+from slurm_resil.ckpt import dtypes, meta, plain, sharding, views
 from slurm_resil.ckpt import state as states
 from slurm_resil.ckpt.options import LoadOptions, LoadReport, listed
 from slurm_resil.ckpt.plain import Path, where
@@ -75,7 +75,7 @@ class Plan:
         self.early: list[Step] = []
         self.copies: list[Step] = []
         self.late: list[Step] = []
-        self._values = values
+        self._values, self._storages = values, views.Storages()
         self._places: dict[object, str] = {}  # memory -> item that goes there
         self._spared: dict[object, Path] = {}  # memory -> what is left out, and has it
         self._needed: list[tuple[torch.Tensor, Path]] = []  # will be asked for its device
@@ -338,15 +338,25 @@ class Plan:
         if key not in self._made:
             self._made[key] = self._made_new(node, path, made)
         found = self._made[key]
-        return found.expand(tuple(node["expanded"])) if "expanded" in node else found
+        if not isinstance(found, torch.Tensor):
+            return found
+        dress = (*key, str(node.get("expanded")), node.get("class"), node.get("requires_grad"))
+        if dress not in self._made:
+            self._made[dress] = views.dressed(found, node, path)
+        return self._made[dress]
 
     def _made_new(self, node: dict[str, Any], path: Path, made: torch.Tensor | Array | None) -> Any:
         dtype, shape = node.get("dtype", "bytes"), tuple(node["shape"])
-        if made is None:
-            made = fresh(dtype, shape, where(path), node.get("fields"))
-            if node.get("device") == "cuda" and torch.cuda.is_available() and isinstance(made, torch.Tensor):
-                made = made.to("cuda")
-        part = sharding.part_of(made, where(path)) if isinstance(made, torch.Tensor) else None
+        device = "cuda" if node.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
+        target = made
+        if made is None and "view" in node:
+            made = self._storages.view(node, dtypes.torch_dtype(dtype, where(path)), device)
+            target = states.compact(made)
+        elif made is None:
+            made = target = fresh(dtype, shape, where(path), node.get("fields"))
+            if isinstance(made, torch.Tensor):
+                made = target = made.to(device)
+        part = sharding.part_of(target, where(path)) if isinstance(target, torch.Tensor) else None
         want = Want(
             name=node["item"],
             dtype=dtype,

@@ -176,7 +176,8 @@ def check_tensor(tensor: torch.Tensor, path: Path, *, meta: bool = False) -> Non
     if tensor.is_meta and not meta:
         what = "a tensor on the meta device has no data"
     elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        what = f"a {tensor.layout} {'quantised ' if tensor.is_quantized else ''}tensor cannot be stored"
+        kind = "quantised " if tensor.is_quantized else "nested " if tensor.is_nested else ""
+        what = f"a {tensor.layout} {kind}tensor of {tensor.dtype} cannot be stored"
     elif not isinstance(tensor, DTensor) and (
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor)
     ):

@@ -52,6 +52,7 @@ _TORCH_CODES = {
     "complex64": "c8",
     "complex128": "c16",
     "float8_e8m0fnu": "u1",
+    "float4_e2m1fn_x2": "u1",
 }
 
 

@@ -42,6 +42,7 @@ _TORCH_SIZES = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,  # two numbers
 }
 TORCH_DTYPES = tuple(f"torch.{name}" for name in _TORCH_SIZES)
 BYTES_DTYPES = ("json", "bytes")  # one element is one byte
