@@ -22,6 +22,7 @@ chmod 711 "$work" # jobs of the sandbox run as other users
 export TMPDIR=$work
 export PATH=$venv/bin:$PATH
 export PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS=1 # torch's threads wait actively for each other: many processes on few cores would crawl
 failed=()
 
 # shellcheck disable=SC2317 # called by the trap

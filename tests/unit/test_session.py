@@ -278,3 +278,122 @@ def test_arguments_are_checked() -> None:
     for arguments, words in (({"every": 0}, "every=0"), ({"backpressure": "hope"}, "skip, wait, fail")):
         with pytest.raises(UsageError, match=words):
             make(**arguments)()
+
+
+def test_lazy_and_eager_saves_are_the_same(work: Path) -> None:
+    weights = {}
+    for lazy in (False, True):
+        directory = work / str(lazy)
+        (directory / "bb").mkdir(parents=True)
+        options = {"arguments": {"every": 3, "lazy": lazy, "strict": True}}
+        code, lines, errors = Script(directory, {"iterations": 7, **options}, NAMED).end()
+        assert code == 0, errors
+        assert said(lines, "saved") == [True]
+        code, lines, errors = Script(directory, {"iterations": 10, **options}, NAMED).end()
+        assert code == 0, errors
+        assert said(lines, "start") == [6]
+        weights[lazy] = (said(lines, "weight"), said(lines, "samples"))
+    assert weights[True] == weights[False]
+
+
+LAZY = """
+import os, sys
+import torch
+import slurm_resil as sr
+
+how = sys.argv[1]
+model = torch.nn.Linear(2000, 1000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = sr.Checkpointer.from_env({"model": model, "optimizer": optimizer}, lazy=True, strict=how == "strict")
+print("start", checkpointer.restore(), float(model.weight[0, 0].detach()), flush=True)
+with torch.no_grad():
+    model.weight.fill_(5)
+checkpointer.save(1)
+if how != "exit":  # at once, without a word to the checkpointer
+    checkpointer.wait(timeout_s=20)
+    from slurm_resil.ckpt import copying
+    copying._memmove = lambda *_: model.weight.data.add_(0) is None or 1 / 0
+    checkpointer.save(2)
+    try:
+        assert checkpointer.wait(timeout_s=20) is False
+        for number in range(3, 6):
+            assert checkpointer.step(number) is False
+    except ZeroDivisionError:
+        print("raised", flush=True)
+    print("why", checkpointer.last_error, flush=True)
+    checkpointer.close()
+"""
+
+
+def lazy(work: Path, how: str) -> list[str]:
+    (work / "lazy.py").write_text(LAZY)
+    env = {**os.environ, **NAMED, "SLURM_RESIL_BB_ROOT": str(work / "bb")}
+    done = subprocess.run(
+        [sys.executable, str(work / "lazy.py"), how], env=env, cwd=work, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_exit_right_after_a_lazy_save_completes_it(work: Path) -> None:
+    lazy(work, "exit")
+    assert lazy(work, "exit")[0] == "start 1 5.0"
+
+
+def test_a_lazy_save_that_fails_is_reported(work: Path) -> None:
+    for how in ("report", "strict"):
+        (work / how / "bb").mkdir(parents=True)
+    said_ = lazy(work / "report", "report")
+    assert said_[1].startswith("why save of iteration 2 failed: ZeroDivisionError") and len(said_) == 2
+    assert lazy(work / "strict", "strict")[1:] == ["raised", said_[1]]
+
+
+PREPARED = """
+import os, sys, time
+import torch
+import slurm_resil as sr
+
+model = torch.nn.Linear(300, 100)
+optimizer = torch.optim.AdamW(model.parameters())
+place = lambda: os.path.join(sys.argv[1], *os.listdir(sys.argv[1]), "slots")
+slots = lambda: sorted(os.listdir(place())) if os.path.isdir(place()) else []
+inodes = lambda: {name: os.stat(os.path.join(place(), name)).st_ino for name in slots()}
+with sr.Checkpointer.from_env({"model": model, "optimizer": optimizer}, every=1000, strict=True) as checkpointer:
+    start = checkpointer.restore()
+    before = inodes()
+    for number in range(start + 1, start + 3):
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        checkpointer.step(number)
+    if sys.argv[2] == "call":
+        assert checkpointer.prepare(timeout_s=30)
+    limit = time.monotonic() + 30
+    while len(slots()) < 3 or any(name.endswith(".tmp") for name in slots()):
+        assert time.monotonic() < limit, slots()
+        time.sleep(0.01)
+    made = inodes()
+    assert not before or made == before
+    for number in range(start + 3, start + 9):
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        assert checkpointer.save(number) and checkpointer.wait(timeout_s=30)
+    assert inodes() == made, (inodes(), made)
+print(start)
+"""
+
+
+@pytest.mark.parametrize("how", ["call", "first iteration"])
+def test_slots_are_laid_out_by_the_agent_before_the_first_save(work: Path, how: str) -> None:
+    """And the next process takes them over."""
+    (work / "prepared.py").write_text(PREPARED)
+    env = {**os.environ, **NAMED, "SLURM_RESIL_BB_ROOT": str(work / "bb")}
+    for start in ("0", "8"):
+        done = subprocess.run(
+            [sys.executable, str(work / "prepared.py"), str(work / "bb"), how],
+            env=env,
+            cwd=work,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, start), done.stderr

@@ -177,7 +177,7 @@ def test_what_something_else_changes_fails_the_save(tmp_path):
     with pytest.raises(StateError, match=r"model.2\.weight was changed while it was being copied"):
         finish()
     torn = ShardManifest.load(w.paths.manifest(job, 1, 0))
-    with pytest.raises(DataError, match="stale|torn|swapped"):
+    with pytest.raises(DataError, match=r"stale|torn|swapped"):
         seal.verify(job, ShardManifest(**{**vars(torn), "slot": "0-1.h5", "iteration": 2}))
     step(state)  # is not held back for ever
     want = w.bits(state)
