@@ -80,10 +80,13 @@ def _like_template(
             return None
         dtype = template.dtype if plan.options.cast else dtypes.torch_dtype(node["dtype"], where(path))
         if isinstance(template, DTensor):
-            return torch.empty_like(template, dtype=dtype) if list(template.shape) == list(node["shape"]) else None
-        if dtypes.torch_name(dtype, where(path)) == node["dtype"] or template.is_meta:
+            if list(template.shape) != list(node["shape"]):
+                return None
+            device = template.device_mesh.device_type if meta.is_meta(template) else template.device
+            return torch.empty_like(template, dtype=dtype, device=device)
+        if dtypes.torch_name(dtype, where(path)) == node["dtype"] and not node.get("sharded"):
             return None
-        return torch.empty(tuple(node["shape"]), dtype=dtype, device=template.device)
+        return torch.empty(tuple(node["shape"]), dtype=dtype, device="cpu" if template.is_meta else template.device)
 
     return like
 

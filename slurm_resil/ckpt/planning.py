@@ -230,6 +230,7 @@ class Plan:
         self.copies.append(lambda: self._put(want, target()))
 
     def _put(self, want: Want, target: torch.Tensor | Array) -> None:
+        assert isinstance(target, np.ndarray) or not target.is_meta, f"{want.where}: what goes there would be lost"
         if dtypes.name_of(target, want.where) == want.dtype:
             self.source.fill(want, target)
             return

@@ -1,7 +1,9 @@
 """One rank of an FSDP2 training that saves and restores; started by test_sharding.
 
 Usage: fsdp_rank.py RANK WORLD DIRECTORY VERB:STYLE:WHERE...
-Styles: ``fsdp``, ``hsdp`` (two replicas), ``tp`` (FSDP2 over tensor parallelism of 2). WHERE is a directory that
+Styles: ``fsdp``, ``hsdp`` (two replicas), ``tp`` (FSDP2 over tensor parallelism of 2), ``tp-only``, ``ddp``; with
+``+meta`` the model is built on the meta device, with ``+reversed`` the optimizer has its parameters the other way
+round. WHERE is a directory that
 holds a burst buffer and a run. Verbs: ``save``, ``local`` (restore), ``drain``, ``drained`` (restore),
 ``shards`` (restore from those of all ranks). After each this
 rank's hashes are written to ``DIRECTORY/<index>-<rank>.json``.
@@ -42,23 +44,55 @@ class Model(nn.Module):
         return hidden.sum() + self.small(hidden).pow(2).sum()
 
 
+class Average:
+    """A moving average of a model: distributed tensors in an object that is handed its state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.values[name] = self.values[name] * 0.9 + parameter.detach() * 0.1
+
+    def state_dict(self) -> dict:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.values = state["values"]
+
+
 def build(seed: int, rank: int, world: int, style: str) -> dict:
+    style, _, twist = style.partition("+")
     torch.manual_seed(seed)
-    model = Model()
-    if style == "fsdp":
-        mesh = dist.init_device_mesh("cpu", (world,))
-    elif style == "hsdp":
+    with torch.device("meta" if twist == "meta" else "cpu"):
+        model: nn.Module = Model()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    own = rank
+    if style == "hsdp":
         mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
-    else:
+    elif style == "tp":
         both = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = both["dp"]
-    for part in (model.up, model.down):
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(100 * seed + (rank // 2 if style == "tp" else rank))
-    return {"model": model, "optimizer": optimizer, "generator": generator}
+        mesh, own = both["dp"], rank // 2
+    elif style == "tp-only":
+        up = ColwiseParallel(use_local_output=False)  # uneven parts have no shape of their own
+        parallelize_module(model, mesh, {"up": up, "down": RowwiseParallel()})
+        own = 0
+    if style in ("fsdp", "hsdp", "tp"):
+        for part in (model.up, model.down):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[::-1] if twist == "reversed" else parameters, lr=0.05)
+    average = Average(model)
+    if style == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(100 * seed + own)
+    return {"model": model, "optimizer": optimizer, "average": average, "generator": generator}
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def train(state: dict, count: int) -> None:
@@ -67,6 +101,7 @@ def train(state: dict, count: int) -> None:
         state["optimizer"].zero_grad()
         state["model"](x).backward()
         state["optimizer"].step()
+        state["average"].update(bare(state["model"]))
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -77,8 +112,9 @@ def digest(tensor: torch.Tensor) -> str:
 def hashes(state: dict) -> dict[str, dict[str, str]]:
     """Hash local parts and, gathered by torch itself, whole tensors."""
     found: dict[str, dict[str, str]] = {"local": {}, "full": {}, "plain": {}, "placed": {}}
-    entries = dict(state["model"].state_dict())
-    names = {id(p): name for name, p in state["model"].named_parameters()}
+    model = bare(state["model"])
+    entries = {**model.state_dict(), **{f"average.{name}": p for name, p in state["average"].values.items()}}
+    names = {id(p): name for name, p in model.named_parameters()}
     for parameter, values in state["optimizer"].state.items():
         entries.update({f"{names[id(parameter)]}.{key}": value for key, value in values.items()})
     for name, value in entries.items():
@@ -101,11 +137,13 @@ def act(verb: str, style: str, where: Path, rank: int, world: int, index: int) -
         return {}
     state = build(1 if verb == "save" else 2, rank, world, style)
     report: dict = {}
+    if style == "ddp" and verb != "save":
+        train(state, 1)  # from the second iteration on the buckets of its reduction are others, and so the sums
     if verb == "save":
         train(state, 2)
         w.save_new(job, state, rank=rank, world_size=world)
     elif verb == "local":
-        train(state, index % 2)  # with and without state of the optimizer
+        train(state, 0 if "meta" in style else index % 2)  # with and without state of the optimizer
         w.load(job, state, rank=rank)
     else:
         load, place = (w.load_drained, run) if verb == "drained" else (w.load_shards, job)
