@@ -27,7 +27,12 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
     inner = states.unwrap(live)
     entries = states.module_entries(live, path)
     own = [*inner.parameters(), *inner.buffers()]
-    ids, memory = {id(tensor) for tensor in own}, {states.memory_key(_local(tensor)) for tensor in own} - {None}
+    ids = {id(tensor) for tensor in own}
+
+    @functools.cache
+    def memory() -> set[object]:  # only where a tensor is not found by itself
+        return {states.memory_key(_local(tensor)) for tensor in own} - {None}
+
     stored = dict(node["of"])
     for name in [name for name in entries if name not in stored]:
         plan.missing((*path, name), entries[name])
@@ -38,7 +43,7 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
             plan.unexpected(at, entry)
         elif not plan.leaves_out(entry, at, entries[name]):
             here = entries[name]
-            if isinstance(here, torch.Tensor) and (id(here) in ids or states.memory_key(_local(here)) in memory):
+            if isinstance(here, torch.Tensor) and (id(here) in ids or states.memory_key(_local(here)) in memory()):
                 plan.tensor(here, entry, at)
             else:  # a copy that a hook made, or extra state: only load_state_dict can take it
                 copies[name] = _decoding(plan, here, entry, at)

@@ -43,7 +43,7 @@ _PATHS = {f.__name__: f for f in (pathlib.PosixPath, pathlib.PurePosixPath, path
 
 def where(path: Path) -> str:
     """Path in the state, for a person."""
-    return "/".join(str(part) for part in path) or "the state"
+    return "/".join(map(str, path)) or "the state"
 
 
 def encode(value: object, path: Path, child: Child) -> Any:

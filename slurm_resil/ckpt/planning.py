@@ -21,6 +21,7 @@ from slurm_resil.core.errors import StateError
 from slurm_resil.format import layout
 
 Step = Callable[[], None]
+Late = Callable[[], torch.Tensor]  # a place that has no memory yet
 Like = Callable[[dict[str, Any], Path], torch.Tensor | None]  # an empty tensor for a node; None for the default
 
 EXACT = LoadOptions()
@@ -41,7 +42,10 @@ def kind_of(node: Any) -> str:
 def holds(node: Any, kinds: Sequence[str]) -> bool:
     """Whether a node is or contains one of some kinds."""
     if isinstance(node, dict):
-        return node.get("$") in kinds or any(holds(entry, kinds) for entry in node.values())
+        kind = node.get("$")
+        if kind == "tensor" or kind in kinds:
+            return kind in kinds  # nothing is inside a tensor, and there are many
+        return any(holds(entry, kinds) for entry in node.values())
     return isinstance(node, list) and any(holds(entry, kinds) for entry in node)
 
 
@@ -60,7 +64,7 @@ class Plan:
         wants: What will be read.
         making: Tensors that will get memory.
         early: The user's code, which may raise; before everything else that changes the state.
-        copies: Everything that cannot fail any more.
+        copies: Everything that cannot fail any more; after what is filled in place.
         late: What needs the copies to be done.
     """
 
@@ -76,6 +80,7 @@ class Plan:
         self.copies: list[Step] = []
         self.late: list[Step] = []
         self._values, self._storages = values, views.Storages()
+        self._fills: list[tuple[Want, torch.Tensor | Array | Late]] = []
         self._places: dict[object, str] = {}  # memory -> item that goes there
         self._spared: dict[object, Path] = {}  # memory -> what is left out, and has it
         self._needed: list[tuple[torch.Tensor, Path]] = []  # will be asked for its device
@@ -161,7 +166,7 @@ class Plan:
     def run(self) -> None:
         """Make what is new, then change the state."""
         self.making.allocate()
-        for steps in (self._prepare, self.early, [self.making.swap], self.copies, self.late):
+        for steps in (self._prepare, self.early, [self.making.swap, self._fill_all], self.copies, self.late):
             for step in steps:
                 step()
 
@@ -172,9 +177,10 @@ class Plan:
         if not self.expect(node, "tensor", path):
             return
         states.check_tensor(live, path, meta=True)
-        dtype = dtypes.torch_name(live.dtype, where(path))
+        here = where(path)
+        dtype = dtypes.torch_name(live.dtype, here)
         if sharded is None:
-            part = sharding.part_of(live, where(path))
+            part = sharding.part_of(live, here)
         else:
             shape, extents = tuple(sharded.global_shape), tuple(sharded.extents)
             part = sharding.Part(local=live.detach(), global_shape=shape, extents=extents, whole=False)
@@ -183,23 +189,21 @@ class Plan:
             self.differ(path, fault)
         local = states.compact(part.local) if part.whole else part.local
 
-        def target() -> torch.Tensor:
-            if not made_late:
-                return local
-            now = sharding.part_of(live, where(path)).local
+        def made() -> torch.Tensor:
+            now = sharding.part_of(live, here).local
             return states.compact(now) if part.whole else now
 
         stored, full = tuple(node["shape"]), tuple(node.get("expanded", node["shape"]))
         if not part.whole:
-            want = self.want(node, dtype, tuple(local.shape), part.global_shape, path, part.extents)
-            self._fill(want, local, target, path)
-        elif tuple(live.shape) != full:
+            want = self.want(node, dtype, tuple(local.shape), part.global_shape, here, part.extents)
+            self._fill(want, local, path, made if made_late else None)
+        elif live.shape != full:
             self.differ(path, f"shape {full} in the checkpoint, {tuple(live.shape)} in the state")
-        elif tuple(local.shape) == stored:
-            self._fill(self.want(node, dtype, stored, stored, path), local, target, path)
-        elif tuple(local.shape) == full:  # expanded when it was saved, dense now
-            want = self.want(node, dtype, stored, stored, path)
-            self.copies.append(lambda: self._spread(want, target()))
+        elif local.shape == stored:
+            self._fill(self.want(node, dtype, stored, stored, here), local, path, made if made_late else None)
+        elif local.shape == full:  # expanded when it was saved, dense now
+            want = self.want(node, dtype, stored, stored, here)
+            self.copies.append(lambda: self._spread(want, made() if made_late else local))
         else:
             self.differ(path, "is expanded in the state, not in the checkpoint")
 
@@ -213,12 +217,11 @@ class Plan:
         elif not live.flags.writeable:
             self.differ(path, "is a read-only array in the state")
         else:
-            dtype = dtypes.numpy_name(live.dtype, where(path))
-            self._fill(self.want(node, dtype, live.shape, live.shape, path), live, lambda: live, path)
+            here = where(path)
+            dtype = dtypes.numpy_name(live.dtype, here)
+            self._fill(self.want(node, dtype, live.shape, live.shape, here), live, path)
 
-    def _fill(
-        self, want: Want, place: torch.Tensor | Array, target: Callable[[], torch.Tensor | Array], path: Path
-    ) -> None:
+    def _fill(self, want: Want, place: torch.Tensor | Array, path: Path, late: Late | None = None) -> None:
         memory = states.memory_key(place)
         if memory is not None:
             other = self._places.get(memory)
@@ -227,7 +230,17 @@ class Plan:
             if other is not None:
                 self.differ(path, f"is the same memory as {other} in the state, but not in the checkpoint")
             self._places[memory] = want.name
-        self.copies.append(lambda: self._put(want, target()))
+        self._fills.append((want, late or place))
+
+    def _fill_all(self) -> None:
+        exact: list[tuple[Want, torch.Tensor | Array]] = []
+        for want, place in self._fills:
+            target = place if isinstance(place, torch.Tensor | np.ndarray) else place()
+            if dtypes.name_of(target, want.where) == want.dtype:
+                exact.append((want, target))
+            else:
+                self._put(want, target)
+        self.source.fill_all(exact)
 
     def _put(self, want: Want, target: torch.Tensor | Array) -> None:
         assert isinstance(target, np.ndarray) or not target.is_meta, f"{want.where}: what goes there would be lost"
@@ -250,12 +263,12 @@ class Plan:
             target.copy_(one.expand(target.shape))
 
     def want(
-        self, node: Any, dtype: str, local: Any, shape: Any, path: Path, extents: tuple[Any, ...] | None = None
+        self, node: Any, dtype: str, local: Any, shape: Any, here: str, extents: tuple[Any, ...] | None = None
     ) -> Want:
-        """Note what will be read; without ``extents`` it is the whole."""
+        """Note what will be read, for the place that people call ``here``; without ``extents`` it is the whole."""
         stored = node.get("dtype", "bytes")
         if self.options.cast and dtype != stored and dtypes.can_cast(stored, dtype):
-            self.report.cast.append(f"{where(path)} ({stored} to {dtype})")
+            self.report.cast.append(f"{here} ({stored} to {dtype})")
             dtype = stored
         want = Want(
             name=node["item"],
@@ -264,7 +277,7 @@ class Plan:
             global_shape=tuple(shape),
             extents=extents or (),
             whole=extents is None,
-            where=where(path),
+            where=here,
         )
         if fault := self.source.misfit(want):
             self.faults.append(fault)
@@ -315,11 +328,11 @@ class Plan:
             part = sharding.part_of(made, where(path))
             extents = None if part.whole else part.extents
             dtype = dtypes.torch_name(made.dtype, where(path))
-            self.want(node, dtype, part.local.shape, part.global_shape, path, extents)
+            self.want(node, dtype, part.local.shape, part.global_shape, where(path), extents)
         elif node.get("sharded"):
             self.differ(path, "is sharded in the checkpoint, and nothing in the state says how to shard it now")
         else:
-            self.want(node, node.get("dtype", "bytes"), shape, shape, path)
+            self.want(node, node.get("dtype", "bytes"), shape, shape, where(path))
 
     def _decode(self, node: Any, path: Path, live: object, like: Like | None) -> Any:
         kind = kind_of(node)

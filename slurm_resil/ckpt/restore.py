@@ -16,6 +16,7 @@ from slurm_resil.ckpt.planning import EXACT
 from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.shards import ShardsSource
 from slurm_resil.ckpt.source import DrainedSource, LocalSource
+from slurm_resil.core import garbage
 from slurm_resil.core.errors import DataError
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
@@ -56,7 +57,7 @@ def restore_local(
         DataError: The shard is not what its manifest says; nothing was changed.
     """
     started = time.perf_counter()
-    with LocalSource(job_dir, manifest) as source:
+    with garbage.kept(), LocalSource(job_dir, manifest) as source:
         report = load_into(state, manifest.values, source, options)
         source.check_again()
         read = source.read_bytes
@@ -93,7 +94,7 @@ def restore_drained(
     """
     started = time.perf_counter()
     old = manifest.world_size
-    with DrainedSource(run_dir, manifest, rank % old) as source:
+    with garbage.kept(), DrainedSource(run_dir, manifest, rank % old) as source:
         values = _merged(lambda one: _values(source, one), source.is_global, old, rank, world_size, private)
         report = load_into(state, values, source, options)
         wanted, read = source.wanted_bytes, source.read_bytes
@@ -129,7 +130,7 @@ def restore_shards(
     """
     started = time.perf_counter()
     old = len(manifests)
-    with ShardsSource(job_dir, manifests, rank % max(old, 1)) as source:
+    with garbage.kept(), ShardsSource(job_dir, manifests, rank % max(old, 1)) as source:
         values = _merged(source.values, source.is_global, old, rank, world_size, private)
         report = load_into(state, values, source, options)
         source.check_again()

@@ -21,7 +21,7 @@ from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.format import blocks, frame
 from slurm_resil.format import stamp as stamps
-from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest
+from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest, digest
 
 _CHUNK_BYTES = 16 << 20  # hashed at once; between chunks other threads of the agent get the interpreter
 
@@ -143,6 +143,8 @@ def _hashes(data: mmap.mmap, items: Sequence[Item], workers: int) -> list[blocks
     with memoryview(data) as view:
 
         def one(item: Item) -> blocks.Hashes:
+            if not item.block_bytes and item.offset is not None and item.nbytes <= _CHUNK_BYTES:
+                return digest(view[item.offset : item.offset + item.nbytes]), ()
             state = blocks.ItemHash(item.block_bytes)
             if item.offset is not None:
                 stop = item.offset + item.nbytes

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from slurm_resil.ckpt import dtypes, seal
-from slurm_resil.ckpt.source import Box, Want, copy_in, cut
+from slurm_resil.ckpt.source import Box, Source, Want, copy_in, cut
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError
 from slurm_resil.format import blocks, boxes, layout, world
@@ -26,7 +26,7 @@ from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import Extent, Item, ShardManifest, digest
 
 
-class ShardsSource:
+class ShardsSource(Source):
     """Shards of all ranks of one iteration, see the module. Use as a context manager.
 
     The file's structure around the items is not looked at: no byte of it comes into a state.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ ROW_BYTES = 1 << 20  # rows of at least this size are read one by one where only
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # local start, global start, shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Want:
+class Want(NamedTuple):  # quicker to make than a dataclass: there are as many as tensors
     """What is needed of one item.
 
     Attributes:
@@ -66,6 +64,15 @@ class Source(Protocol):
             DataError: The bytes changed since they were verified.
         """
 
+    def fill_all(self, places: Sequence[tuple[Want, torch.Tensor | Array]]) -> None:
+        """Fill many.
+
+        Raises:
+            DataError: See :meth:`fill`.
+        """
+        for want, target in places:
+            self.fill(want, target)
+
 
 def copy_in(target: torch.Tensor | Array, data: Array) -> None:
     """Copy raw bytes (uint8, 1-d, contiguous) into a target of any strides and device."""
@@ -76,7 +83,7 @@ def copy_in(target: torch.Tensor | Array, data: Array) -> None:
         target.copy_(torch.from_numpy(data).view(target.dtype).reshape(target.shape))
 
 
-class LocalSource:
+class LocalSource(Source):
     """A sealed shard in a slot of this node. Use as a context manager.
 
     Attributes:
@@ -87,6 +94,7 @@ class LocalSource:
         self._manifest = manifest
         self._items: dict[str, Item] = {item.name: item for item in manifest.items}
         self._where = seal.slot_path(job_dir, manifest)
+        self._views: dict[torch.dtype, torch.Tensor] = {}
         self._stack = contextlib.ExitStack()
         self._map, _ = self._stack.enter_context(seal.mapped(job_dir, manifest))
         self.read_bytes = 0
@@ -95,6 +103,7 @@ class LocalSource:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._views.clear()
         self._stack.close()
 
     def misfit(self, want: Want) -> str:
@@ -118,11 +127,41 @@ class LocalSource:
 
     def fill(self, want: Want, target: torch.Tensor | Array) -> None:
         """See Source."""
-        item = self._items[want.name]
-        if item.offset is None:
-            return
-        copy_in(target, np.frombuffer(self._map, np.uint8, item.nbytes, item.offset))
-        self.read_bytes += item.nbytes
+        self.fill_all([(want, target)])
+
+    def fill_all(self, places: Sequence[tuple[Want, torch.Tensor | Array]]) -> None:
+        """See Source."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        with torch.no_grad():
+            for want, target in places:
+                item = self._items[want.name]
+                if item.offset is None:
+                    continue
+                self.read_bytes += item.nbytes
+                if isinstance(target, np.ndarray):
+                    copy_in(target, np.frombuffer(self._map, np.uint8, item.nbytes, item.offset))
+                    continue
+                source = self._view(target, item.offset)
+                if target.is_cpu and not (target.is_neg() or target.is_conj()):
+                    targets.append(target)
+                    sources.append(source)
+                else:
+                    target.copy_(source)
+            if targets:  # in one call, during which other threads may run
+                torch._foreach_copy_(targets, sources)
+
+    def _view(self, target: torch.Tensor, offset: int) -> torch.Tensor:
+        """Look at the mapping as a tensor of a target's type and shape."""
+        dtype = target.dtype
+        at, odd = divmod(offset, dtype.itemsize)
+        if odd or not target.is_contiguous():
+            return torch.frombuffer(self._map, dtype=dtype, count=target.numel(), offset=offset).view(target.shape)
+        whole = self._views.get(dtype)  # to look at a part of it takes a third of the time
+        if whole is None:
+            count = len(self._map) // dtype.itemsize
+            whole = self._views[dtype] = torch.frombuffer(self._map, dtype=dtype, count=count)
+        return whole.as_strided(target.shape, target.stride(), at)
 
     def check_again(self) -> None:
         """Check that the slot was not written meanwhile.
@@ -142,7 +181,7 @@ def _covers(extents: Sequence[Extent], shape: tuple[int, ...], want: Want) -> bo
     return shape == want.global_shape and mine == theirs
 
 
-class DrainedSource:
+class DrainedSource(Source):
     """A drained file, read by the blocks that are needed. Use as a context manager.
 
     Args:

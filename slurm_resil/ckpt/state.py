@@ -141,9 +141,9 @@ def memory_key(value: torch.Tensor | Array) -> object:
         return None
     if value.is_meta:  # every address is 0 there
         place = (value.untyped_storage()._cdata, value.storage_offset())
-        return (place, tuple(value.shape), value.stride(), value.dtype)
-    bits = (value.is_conj(), value.is_neg())
-    return (str(value.device), value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, bits)
+        return (place, value.shape, value.stride(), value.dtype)
+    shape, stride, dtype = value.shape, value.stride(), value.dtype
+    return (value.device, value.data_ptr(), shape, stride, dtype, value.is_conj(), value.is_neg())
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import xxhash
 
-from slurm_resil.core import fsio
+from slurm_resil.core import fsio, garbage
 from slurm_resil.core.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -102,7 +102,7 @@ class Document:
             FileNotFoundError: There is none.
             DataError: Torn, edited, of another version, or not a manifest of this kind.
         """
-        return cls._check(fsio.read_json(path), path)
+        return cls.from_bytes(fsio.read_bytes(path), where=path)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Self:
@@ -111,22 +111,19 @@ class Document:
         Raises:
             DataError: As for :meth:`load`.
         """
-        try:
-            raw = json.loads(data)
-        except ValueError as error:
-            raise DataError(f"{where} is not valid JSON: {error}") from error
-        return cls._check(raw, where)
+        with garbage.kept():
+            try:
+                raw = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not valid JSON: {error}", path=where) from error
+            return cls._check(raw, where, data)
 
     @classmethod
-    def _check(cls, raw: Any, path: str) -> Self:
+    def _check(cls, raw: Any, path: str, data: bytes) -> Self:
         if not isinstance(raw, dict) or "check" not in raw:
             raise DataError(f"{path} is not a manifest", path=path)
         check = raw.pop("check")
-        try:
-            text = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (ValueError, RecursionError):
-            text = ""  # a number that no manifest has
-        if digest(text.encode()) != check:
+        if not (_sound_as_written(data, check) or _sound(raw, check)):
             raise DataError(f"{path} does not match its own hash", path=path)
         if raw.get("version") not in cls.READS:
             *older, newest = map(str, cls.READS)
@@ -157,6 +154,27 @@ def _plain(entry: object) -> dict[str, Any]:
         for name in _OF_BLOCKS:
             del raw[name]
     return raw
+
+
+def _sound_as_written(data: bytes, check: object) -> bool:
+    """Whether bytes are as ``to_bytes`` writes them and match their hash: the usual case, and the fast one."""
+    if not (isinstance(check, str) and check.isascii()):
+        return False
+    tail = f',"check":"{check}"}}\n'.encode()
+    if not data.endswith(tail):
+        return False
+    state = xxhash.xxh3_128(memoryview(data)[: -len(tail)])
+    state.update(b"}")
+    return state.hexdigest() == check
+
+
+def _sound(raw: dict[str, Any], check: object) -> bool:
+    """Whether a document matches its hash, however it is laid out: a tool may have indented it."""
+    try:
+        text = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (ValueError, RecursionError):
+        return False  # a number that no manifest has
+    return digest(text.encode()) == check
 
 
 def read_item(raw: dict[str, Any]) -> Item:
