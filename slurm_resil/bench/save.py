@@ -12,55 +12,22 @@ import functools
 import os
 import shutil
 import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 import xxhash
 from torch import nn
 
+from slurm_resil.bench import workload
 from slurm_resil.bench.result import BenchResult
+from slurm_resil.bench.workload import FEW, MANY, SEALED_S, seconds
 from slurm_resil.core import paths
 from slurm_resil.core.errors import ResilError
 from slurm_resil.session import Checkpointer
 
-FEW, MANY = 200, 20_000  # tensors
-JOB = 1
 _WARM = 4  # saves until every slot has been used once
-_SEALED_S = 120.0
-
-
-def _model(size_bytes: int, tensors: int, dtype: torch.dtype) -> nn.Module:
-    count = max(1, size_bytes // tensors // dtype.itemsize)
-    model = nn.Module()
-    for index in range(tensors):
-        model.register_parameter(f"p{index}", nn.Parameter(torch.randn(count).to(dtype)))
-    return model
-
-
-@contextlib.contextmanager
-def _cores() -> Iterator[Callable[[bool], None]]:
-    """Yields what moves this process to the core of the training (True) or of the helpers that it starts (False)."""
-    before, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def move(training: bool) -> None:
-        os.sched_setaffinity(0, {before[0] if training else before[-1]})
-
-    try:
-        yield move
-    finally:
-        os.sched_setaffinity(0, before)
-        torch.set_num_threads(threads)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _copy(targets: Sequence[torch.Tensor], model: nn.Module) -> None:
@@ -98,14 +65,14 @@ class _Peers:
     def torch_save(self) -> float:
         """Save with ``torch.save``."""
         path = os.path.join(self._directory, "torch.pt")
-        return _seconds(lambda: torch.save(self._model.state_dict(), path))
+        return seconds(lambda: torch.save(self._model.state_dict(), path))
 
     def dcp(self) -> float:
         """Save with ``dcp.save``."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         path = self._path("dcp")
-        return _seconds(lambda: save({"model": self._model.state_dict()}, checkpoint_id=path))
+        return seconds(lambda: save({"model": self._model.state_dict()}, checkpoint_id=path))
 
     def dcp_async(self) -> float:
         """Time that ``dcp.async_save`` keeps the caller."""
@@ -123,31 +90,25 @@ class _Peers:
 def _samples(
     work: str, size_bytes: int, tensors: int, dtype: torch.dtype, repeats: int, *, peers: bool
 ) -> dict[str, list[float]]:
-    model = _model(size_bytes, tensors, dtype)
+    model = workload.model(size_bytes, tensors, dtype)
     targets = [torch.zeros_like(parameter) for parameter in model.parameters()]
     found: dict[str, list[float]] = {}
     peer = _Peers(model, work)
-    bb_root = os.path.join(work, "bb")
-    os.makedirs(bb_root)
-    env = {
-        "SLURM_RESIL_RUN_ID": "bench",
-        "SLURM_RESIL_BB_ROOT": bb_root,
-        "SLURM_RESIL_PREFIX": os.path.join(work, "pfs"),
-    }
-    with _cores() as training, contextlib.ExitStack() as stack:
+    env = workload.environment(work)
+    with workload.cores() as training, contextlib.ExitStack() as stack:
         training(False)
         checkpointer = stack.enter_context(Checkpointer.from_env({"model": model}, strict=True, env=env))
         checkpointer.restore()
-        (job_dir,) = (os.path.join(bb_root, name) for name in os.listdir(bb_root))
+        job_dir = workload.job_dir(work)
         training(True)
         for number in range(1, _WARM + repeats + 1):
-            samples = {"copy": _seconds(lambda: _copy(targets, model))}
-            samples["save"] = _seconds(functools.partial(checkpointer.save, number))
+            samples = {"copy": seconds(lambda: _copy(targets, model))}
+            samples["save"] = seconds(functools.partial(checkpointer.save, number))
             began = time.perf_counter()
-            if not checkpointer.wait(timeout_s=_SEALED_S):
+            if not checkpointer.wait(timeout_s=SEALED_S):
                 raise ResilError(f"a save was not sealed: {checkpointer.last_error}")
             samples["seal"] = time.perf_counter() - began
-            samples["hash"] = _seconds(lambda: _hash_slot(job_dir, size_bytes))
+            samples["hash"] = seconds(lambda: _hash_slot(job_dir, size_bytes))
             if peers and number > _WARM:
                 samples |= {"torch": peer.torch_save(), "dcp": peer.dcp(), "dcp_async": peer.dcp_async()}
             if number == 1:
@@ -180,10 +141,8 @@ def measure(
     """
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}
-    place = directory or ("/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108 - a fresh directory in it
     for tensors, suffix in ((FEW, ""), (MANY, "_many")):
-        with tempfile.TemporaryDirectory(prefix="resil-bench.", dir=place) as work, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about its own formats
+        with workload.place(directory) as work:
             samples = _samples(work, size_bytes, tensors, getattr(torch, dtype), repeats, peers=peers and not suffix)
         middle = {name: statistics.median(values) for name, values in samples.items()}
         ratios[f"save.eager_copy{suffix}"] = middle["save"] / middle["copy"]
