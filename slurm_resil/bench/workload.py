@@ -50,7 +50,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def place(directory: str | None) -> Iterator[str]:
-    """Make a directory in ``directory``, default ``/dev/shm``, that is gone afterwards; torch does not warn meanwhile."""
+    """Make a directory in ``directory`` (default ``/dev/shm``), gone afterwards; torch does not warn meanwhile."""
     within = directory or ("/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108 - a fresh directory in it
     with tempfile.TemporaryDirectory(prefix="resil-bench.", dir=within) as work, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about its own formats

@@ -57,3 +57,18 @@ def save(size_mib: int, dtype: str, repeats: int, directory: str | None, peers: 
 
     result = measure(size_bytes=size_mib << 20, repeats=repeats, dtype=dtype, directory=directory, peers=peers)
     result.show(as_json=as_json)
+
+
+@bench.command()
+@click.option("--size-mib", type=click.IntRange(min=1), default=1024, show_default=True, help="Size of the state.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--dir", "directory", type=click.Path(exists=True, file_okay=False), help="Where from.  [/dev/shm]")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also torch.load and DCP.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def restore(size_mib: int, dtype: str, repeats: int, directory: str | None, peers: bool, as_json: bool) -> None:
+    """How long a restore takes, against a plain read and copy, torch.load and DCP."""
+    from slurm_resil.bench.restore import measure
+
+    result = measure(size_bytes=size_mib << 20, repeats=repeats, dtype=dtype, directory=directory, peers=peers)
+    result.show(as_json=as_json)
