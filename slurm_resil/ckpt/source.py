@@ -9,16 +9,15 @@ from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
-import xxhash
 
 from slurm_resil.ckpt import dtypes, seal
 from slurm_resil.ckpt.state import Array
+from slurm_resil.ckpt.verified import VerifiedFile
 from slurm_resil.core.errors import DataError, StateError
 from slurm_resil.format import layout
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Extent, Item, ShardManifest
 
-CACHE_BYTES = 256 << 20  # verified blocks that are kept between checking and copying
 ROW_BYTES = 1 << 20  # rows of at least this size are read one by one where only a part of each is needed
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # local start, global start, shape
 
@@ -81,6 +80,16 @@ def copy_in(target: torch.Tensor | Array, data: Array) -> None:
         return
     with torch.no_grad():
         target.copy_(torch.from_numpy(data).view(target.dtype).reshape(target.shape))
+
+
+def _memory_of(target: torch.Tensor | Array) -> Array | None:
+    """Bytes of a tensor or array themselves, one after the other; None if they do not lie like that in host memory."""
+    if isinstance(target, np.ndarray):
+        return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous and target.flags.writeable else None
+    if not target.is_cpu or not target.is_contiguous() or target.is_neg() or target.is_conj():
+        return None
+    flat: Array = target.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 class LocalSource(Source):
@@ -190,35 +199,29 @@ class DrainedSource(Source):
         rank: Whose private items are wanted: a rank of the old world, or None where they are out of reach.
 
     Attributes:
-        read_bytes: Bytes that were read from the file, in blocks.
         wanted_bytes: Bytes that were asked for.
     """
 
     def __init__(self, run_dir: str, manifest: DrainedManifest, rank: int | None) -> None:
-        self._manifest, self._rank = manifest, rank
+        self._rank = rank
         self._path = os.path.join(run_dir, os.path.basename(manifest.file))
         self._global = {item.name: item for item in manifest.items if item.rank is None}
         self._private: dict[tuple[int | None, str], DrainedItem] = {
             (item.rank, item.name): item for item in manifest.items if item.rank is not None
         }
-        self._cache: dict[int, memoryview] = {}
-        self.read_bytes = self.wanted_bytes = 0
-        try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise DataError(f"{self._path} is missing", fault="missing") from error
-        try:
-            seal.check_drained_size(self._path, os.fstat(self._fd).st_size, manifest)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._file = VerifiedFile(self._path, manifest)
+        self.wanted_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-        self._cache.clear()
+        self._file.close()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read from the file, in blocks."""
+        return self._file.read_bytes
 
     def is_global(self, name: str) -> bool:
         """Whether an item is one for all ranks."""
@@ -233,7 +236,7 @@ class DrainedSource(Source):
         item = self._private.get((rank, layout.VALUES))
         if item is None or item.offset is None:
             raise DataError(f"{self._path} has no values of rank {rank}", fault="torn")
-        return self._range(item.offset, item.nbytes).tobytes()
+        return self._file.view(item.offset, item.nbytes).tobytes()
 
     def _find(self, name: str) -> DrainedItem | None:
         return self._global.get(name) or self._private.get((self._rank, name))
@@ -251,11 +254,14 @@ class DrainedSource(Source):
 
     def verify(self, wants: Sequence[Want]) -> None:
         """See Source."""
+        needed: set[int] = set()
         for want in wants:
             item = self._find(want.name)
             if item is not None and item.offset is not None:
                 for _, start, count, _ in self._pieces(item, want):
-                    self._check(item.offset + start, count)
+                    needed.update(self._file.blocks_of(item.offset + start, count))
+        for index in sorted(needed):
+            self._file.block(index)
 
     def fill(self, want: Want, target: torch.Tensor | Array) -> None:
         """See Source."""
@@ -264,14 +270,28 @@ class DrainedSource(Source):
         if item is None or item.offset is None or size == 0:
             return
         unit = layout.itemsize(want.dtype)
-        local = np.empty((*want.local_shape, unit), np.uint8)
+        memory = _memory_of(target)
+        local = (np.empty(size, np.uint8) if memory is None else memory).reshape(*want.local_shape, unit)
         for at, start, count, (box, strides) in self._pieces(item, want):
-            data = self._range(item.offset + start, count)
-            view = np.lib.stride_tricks.as_strided(data, (*box, unit), (*strides, 1), writeable=False)
-            place = tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))
-            local[place] = view
-        copy_in(target, local.reshape(-1))
+            place = local[tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))]
+            if count == place.nbytes and place.flags.c_contiguous:
+                self._file.read_into(item.offset + start, place.reshape(-1))
+                continue
+            data = self._file.view(item.offset + start, count)
+            place[...] = np.lib.stride_tricks.as_strided(data, (*box, unit), (*strides, 1), writeable=False)
+        if memory is None:
+            copy_in(target, local.reshape(-1))
         self.wanted_bytes += size
+
+    def fill_all(self, places: Sequence[tuple[Want, torch.Tensor | Array]]) -> None:
+        """See Source."""
+
+        def offset(place: tuple[Want, torch.Tensor | Array]) -> int:
+            item = self._find(place[0].name)
+            return 0 if item is None or item.offset is None else item.offset
+
+        for want, target in sorted(places, key=offset):  # or blocks would be read again and again
+            self.fill(want, target)
 
     def _pieces(
         self, item: DrainedItem, want: Want
@@ -294,46 +314,6 @@ class DrainedSource(Source):
                     first = sum(s * stride for s, stride in zip(start, strides, strict=True))
                     last = sum((n - 1) * stride for n, stride in zip(box, strides, strict=True))
                     yield local, first, last + unit, (box, tuple(strides))
-
-    def _range(self, offset: int, count: int) -> Array:
-        """Read a range, verified."""
-        size = self._manifest.block_bytes
-        first, last = offset // size, (offset + count - 1) // size
-        if first == last:
-            start = offset - first * size
-            return np.frombuffer(self._block(first), np.uint8, count, start)
-        out = np.empty(count, np.uint8)
-        for index in range(first, last + 1):
-            block = np.frombuffer(self._block(index), np.uint8)
-            start, stop = max(offset, index * size), min(offset + count, index * size + len(block))
-            out[start - offset : stop - offset] = block[start - index * size : stop - index * size]
-        return out
-
-    def _check(self, offset: int, count: int) -> None:
-        size = self._manifest.block_bytes
-        for index in range(offset // size, (offset + count - 1) // size + 1):
-            self._block(index)
-
-    def _block(self, index: int) -> memoryview:
-        """Read a block and compare it with its hash; the newest ones are kept."""
-        cached = self._cache.pop(index, None)
-        if cached is None:
-            manifest = self._manifest
-            start = index * manifest.block_bytes
-            cached = memoryview(bytearray(min(manifest.block_bytes, manifest.file_bytes - start)))
-            done = 0
-            while done < len(cached):
-                got = os.preadv(self._fd, [cached[done:]], start + done)
-                if got == 0:
-                    raise DataError(f"{self._path} is truncated at byte {start + done}", fault="truncated")
-                done += got
-            self.read_bytes += done
-            if xxhash.xxh3_128_hexdigest(cached) != manifest.blocks[index]:
-                raise seal.flipped_block(self._path, manifest, index)
-            while (len(self._cache) + 1) * manifest.block_bytes > CACHE_BYTES:
-                del self._cache[next(iter(self._cache))]
-        self._cache[index] = cached
-        return cached
 
 
 def cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -> Iterator[Box]:
