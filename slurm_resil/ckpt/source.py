@@ -88,6 +88,8 @@ def _memory_of(target: torch.Tensor | Array) -> Array | None:
         return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous and target.flags.writeable else None
     if not target.is_cpu or not target.is_contiguous() or target.is_neg() or target.is_conj():
         return None
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)  # as torch itself does for whoever watches the tensor
     flat: Array = target.detach().reshape(-1).view(torch.uint8).numpy()
     return flat
 
@@ -257,7 +259,11 @@ class DrainedSource(Source):
         needed: set[int] = set()
         for want in wants:
             item = self._find(want.name)
-            if item is not None and item.offset is not None:
+            if item is None or item.offset is None:
+                continue
+            if want.whole:
+                needed.update(self._file.blocks_of(item.offset, item.nbytes))
+            else:
                 for _, start, count, _ in self._pieces(item, want):
                     needed.update(self._file.blocks_of(item.offset + start, count))
         for index in sorted(needed):
@@ -269,8 +275,12 @@ class DrainedSource(Source):
         size = layout.nbytes(want.dtype, want.local_shape)
         if item is None or item.offset is None or size == 0:
             return
-        unit = layout.itemsize(want.dtype)
+        self.wanted_bytes += size
         memory = _memory_of(target)
+        if want.whole and memory is not None:
+            self._file.read_into(item.offset, memory)
+            return
+        unit = layout.itemsize(want.dtype)
         local = (np.empty(size, np.uint8) if memory is None else memory).reshape(*want.local_shape, unit)
         for at, start, count, (box, strides) in self._pieces(item, want):
             place = local[tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))]
@@ -281,7 +291,6 @@ class DrainedSource(Source):
             place[...] = np.lib.stride_tricks.as_strided(data, (*box, unit), (*strides, 1), writeable=False)
         if memory is None:
             copy_in(target, local.reshape(-1))
-        self.wanted_bytes += size
 
     def fill_all(self, places: Sequence[tuple[Want, torch.Tensor | Array]]) -> None:
         """See Source."""

@@ -12,6 +12,7 @@ from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.restore import restore_drained, restore_local
 from slurm_resil.ckpt.slotfile import check_capacity
 from slurm_resil.ckpt.snapshot import Arena
+from slurm_resil.core import garbage
 from slurm_resil.core.model import RunInfo
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
@@ -62,7 +63,8 @@ class SlotStore:
         self._memo = Memo()
         self._hooks = Hooks()
         # what cannot be stored is said before the training, not at its first checkpoint
-        check_capacity(job_dir, self._arena.wanted(flatten(state, meta=True)), ranks_on_node)
+        with garbage.kept():
+            check_capacity(job_dir, self._arena.wanted(flatten(state, meta=True)), ranks_on_node)
 
     def write(self, index: int, iteration: int) -> str:
         """Copy the state as it is now into a slot; returns the draft of its manifest, see ``format.draft``."""
@@ -101,20 +103,22 @@ class SlotStore:
 
     def load_local(self, iteration: int) -> None:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
-        restore_local(self._state, self._job_dir, self._shard(iteration), self._options)
+        with garbage.kept():  # of the manifest, too
+            restore_local(self._state, self._job_dir, self._shard(iteration), self._options)
 
     def load_drained(self, iteration: int) -> None:
         """Load from the drained file. Raises DataError if it is not what it claims to be."""
-        manifest, world_size = self._drained(iteration), self._info.world_size
-        restore_drained(
-            self._state,
-            self._run_dir,
-            manifest,
-            self._rank,
-            world_size,
-            private=self._private,
-            options=self._options,
-        )
+        world_size = self._info.world_size
+        with garbage.kept():
+            restore_drained(
+                self._state,
+                self._run_dir,
+                self._drained(iteration),
+                self._rank,
+                world_size,
+                private=self._private,
+                options=self._options,
+            )
 
     def close(self) -> None:
         """Leave the optimizers alone."""
