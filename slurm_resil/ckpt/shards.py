@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from slurm_resil.ckpt import dtypes, seal
-from slurm_resil.ckpt.source import Box, Source, Want, copy_in, cut
+from slurm_resil.ckpt import seal
+from slurm_resil.ckpt.source import Box, Source, Want, copy_in, cut, memory_of
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError
 from slurm_resil.format import blocks, boxes, layout, world
@@ -109,8 +109,8 @@ class ShardsSource(Source):
         if size == 0:
             return
         shape = (*want.local_shape, unit)
-        direct = _bytes_of(target, shape)
-        local = np.empty(shape, np.uint8) if direct is None else direct
+        direct = memory_of(target)
+        local = np.empty(shape, np.uint8) if direct is None else direct.reshape(shape)
         for part, box, to in self._pieces(want):
             slot, item, extent = self._sound(part, box)
             there = slot.array(item, unit)
@@ -354,12 +354,3 @@ def _blocks(item: Item, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Iterato
         last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         last += layout.itemsize(item.dtype) - 1
         yield from range(first // item.block_bytes, last // item.block_bytes + 1)
-
-
-def _bytes_of(target: torch.Tensor | Array, shape: tuple[int, ...]) -> Array | None:
-    """The memory of a target as bytes of a shape, to be written to; None if that is not in order or not in reach."""
-    if isinstance(target, np.ndarray):
-        return target.reshape(-1).view(np.uint8).reshape(shape) if target.flags.c_contiguous else None
-    if target.device.type != "cpu" or not target.is_contiguous() or target.is_conj() or target.is_neg():
-        return None
-    return dtypes.as_bytes(target).numpy().reshape(shape)

@@ -82,15 +82,15 @@ def copy_in(target: torch.Tensor | Array, data: Array) -> None:
         target.copy_(torch.from_numpy(data).view(target.dtype).reshape(target.shape))
 
 
-def _memory_of(target: torch.Tensor | Array) -> Array | None:
-    """Bytes of a tensor or array themselves, one after the other; None if they do not lie like that in host memory."""
+def memory_of(target: torch.Tensor | Array) -> Array | None:
+    """Memory of a target as a flat array of bytes, to be written to; None if that is not in order or not in reach."""
     if isinstance(target, np.ndarray):
-        return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous and target.flags.writeable else None
-    if not target.is_cpu or not target.is_contiguous() or target.is_neg() or target.is_conj():
+        return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous else None
+    if not target.is_cpu or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return None
     if not target.is_inference():
-        torch.autograd.graph.increment_version(target)  # as torch itself does for whoever watches the tensor
-    flat: Array = target.detach().reshape(-1).view(torch.uint8).numpy()
+        torch.autograd.graph.increment_version(target)  # as torch itself does, for whoever watches the tensor
+    flat: Array = dtypes.as_bytes(target).numpy()
     return flat
 
 
@@ -276,12 +276,13 @@ class DrainedSource(Source):
         if item is None or item.offset is None or size == 0:
             return
         self.wanted_bytes += size
-        memory = _memory_of(target)
+        memory = memory_of(target)
         if want.whole and memory is not None:
             self._file.read_into(item.offset, memory)
             return
         unit = layout.itemsize(want.dtype)
-        local = (np.empty(size, np.uint8) if memory is None else memory).reshape(*want.local_shape, unit)
+        local = np.empty(size, np.uint8) if memory is None else memory
+        local = local.reshape(*want.local_shape, unit)
         for at, start, count, (box, strides) in self._pieces(item, want):
             place = local[tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))]
             if count == place.nbytes and place.flags.c_contiguous:
