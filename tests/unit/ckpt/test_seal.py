@@ -244,3 +244,16 @@ def test_a_number_that_no_manifest_has_is_damage(tmp_path, value):
     Path(path).write_bytes(data.replace(created, value, 1))
     with pytest.raises(DataError, match="own hash"):
         ShardManifest.load(path)
+
+
+def test_a_manifest_is_the_same_however_it_is_laid_out(tmp_path):
+    job = w.job(tmp_path)
+    saved = w.save_new(job, {"a": torch.ones(3), "é": "\u2028"})
+    path = Path(paths.manifest(job, 1, 0))
+    body = json.loads(path.read_bytes())
+    path.write_text(json.dumps(body, indent=1))
+    assert ShardManifest.load(str(path)) == saved
+    for odd in ("0" * 32, "\ud800", 7, None):
+        path.write_text(json.dumps({**body, "check": odd}))
+        with pytest.raises(DataError, match="own hash"):
+            ShardManifest.load(str(path))
