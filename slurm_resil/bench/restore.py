@@ -6,7 +6,8 @@ for, of which there are none. ``load`` is its larger part, without the agent: ma
 
 ``read`` and ``copy`` together are the limit: the slot's file is read into memory that is there, and copied from there
 into the tensors. ``pieces`` does so a megabyte at a time, which stays in the processor's cache; a restore cannot, as
-nothing may be changed before everything is verified.
+nothing may be changed before everything is verified. ``peer_torch_hashed`` is against torch's way and hashing the
+bytes once, as torch verifies nothing.
 
 Training, which is this process, is kept on one core with one thread, the agent on another one where there is one. Slot,
 drained file and the peers' files are in the same directory and in the page cache. Each repeat measures everything
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from slurm_resil.bench import workload
@@ -69,6 +71,10 @@ class _Plain:
             at = 0
             while got := file.readinto(self._buffer[at:]):
                 at += got
+
+    def hash(self) -> None:
+        """Hash what was read, as one."""
+        xxhash.xxh3_128_digest(self._buffer)
 
     def copy(self) -> None:
         """Copy what was read."""
@@ -183,6 +189,7 @@ def _samples(
                 training(True)
                 measured("restore", checkpointer.restore)
             measured("read", slot.read, restores=False)
+            measured("hash", slot.hash, restores=False)
             measured("copy", slot.copy)
             measured("pieces", slot.pieces)
             measured("load", lambda: restore_local(state, job_dir, ShardManifest.load(shard)))
@@ -230,5 +237,6 @@ def measure(
         }
         if peers:
             ratios |= {f"restore.peer_{name}{suffix}": middle["restore"] / middle[name] for name in ("torch", "dcp")}
+            ratios[f"restore.peer_torch_hashed{suffix}"] = middle["restore"] / (middle["torch"] + middle["hash"])
         figures |= {f"{name}{suffix}_s": value for name, value in middle.items()}
     return BenchResult(bench="restore", size_bytes=size_bytes, repeats=repeats, ratios=ratios, figures=figures)

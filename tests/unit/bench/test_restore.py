@@ -29,7 +29,7 @@ def test_one_json_object_of_the_agreed_form(tmp_path, dtype):
     result = json.loads(line)
     assert set(result) == {"bench", "size_bytes", "repeats", "ratios", "figures", "machine"}
     assert (result["bench"], result["size_bytes"], result["repeats"]) == ("restore", 2 << 20, 2)
-    theirs = {"peer_torch", "peer_dcp"} if dtype == "float32" else set()
+    theirs = {"peer_torch", "peer_torch_hashed", "peer_dcp"} if dtype == "float32" else set()
     assert set(result["ratios"]) == {f"restore.{name}{of}" for name in OURS | theirs for of in ("", "_many")}
     assert all(value > 0 for value in result["ratios"].values())
     figures = result["figures"]
