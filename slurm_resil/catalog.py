@@ -1,7 +1,7 @@
 """What is restorable, where: sealed shards on this node, drained checkpoints on the parallel file system.
 
-Presence of a manifest means valid. A copy that turned out bad is moved to ``lost/`` beside the reason, and so is never
-tried again. Nothing that is not durable is deleted here.
+Presence of a manifest means valid. The manifest of a copy that turned out bad is moved away, with the reason beside it,
+and so is never tried again. Which durable ones are deleted is for others to say, see :mod:`slurm_resil.core.retention`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
-from slurm_resil.core import fsio, paths
+from slurm_resil.core import faults, fsio, paths
 from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.model import CheckpointState
+from slurm_resil.core.retention import Checkpoint
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 
 LOST = "lost"
+LOST_KEPT = 16  # manifests of bad shards that stay on a node
+REASON = ".reason"
+_NO_FILE = ("missing", "truncated")  # faults of a checkpoint whose manifest is right
 
 
 def _names(directory: str) -> list[str]:
@@ -27,18 +31,9 @@ def _names(directory: str) -> list[str]:
         return []
 
 
-def _move_to_lost(path: str, reason: str, *, sync: bool) -> str:
-    """Rename a manifest into ``lost/`` beside it and write the reason; returns the new path."""
-    directory, name = os.path.split(path)
-    lost = os.path.join(directory, LOST)
-    os.makedirs(lost, mode=0o700, exist_ok=True)
-    target = os.path.join(lost, f"{name}.{time.time_ns()}")
-    os.rename(path, target)  # first: the reason is a courtesy
+def _write_reason(path: str, reason: str, *, sync: bool) -> None:
     with contextlib.suppress(OSError):
-        fsio.write_json(f"{target}.reason", {"reason": reason, "time_s": time.time()}, sync=sync)
-    if sync:
-        fsio.fsync_dir(directory)
-    return target
+        fsio.write_json(path + REASON, {"reason": reason, "time_s": time.time()}, sync=sync)
 
 
 class LocalCatalog:
@@ -91,31 +86,43 @@ class LocalCatalog:
         Returns:
             Where the manifest went, None if it was gone already.
         """
+        directory, name = os.path.split(paths.manifest(self.job_dir, iteration, rank))
+        lost = os.path.join(directory, LOST)
+        os.makedirs(lost, mode=0o700, exist_ok=True)
+        target = os.path.join(lost, f"{name}.{time.time_ns()}")
         try:
-            return _move_to_lost(paths.manifest(self.job_dir, iteration, rank), reason, sync=False)
+            os.rename(os.path.join(directory, name), target)
         except FileNotFoundError:
             return None
+        _write_reason(target, reason, sync=False)
+        self._forget(lost)
+        return target
 
-    def prune(self, *, sealed_all: int, keep: int = 1, in_use: Collection[int] = ()) -> list[int]:
-        """Forget shards that nobody needs: durable, older than the newest that all ranks have sealed.
-
-        Args:
-            sealed_all: Newest iteration that all ranks of the run have sealed, 0 if none; it always stays.
-            keep: How many of the iterations up to ``sealed_all`` stay in any case, at least 1.
-            in_use: Iterations that somebody reads.
-
-        Returns:
-            Iterations whose manifests were removed. The slots stay, for reuse.
-        """
-        sealed = self.sealed()
-        old = sorted((iteration for iteration in sealed if iteration < sealed_all), reverse=True)[max(keep, 1) - 1 :]
-        durable = self.durable()
-        gone = [iteration for iteration in old if iteration in durable and iteration not in in_use]
-        for iteration in gone:
-            for path in sealed[iteration].values():
-                with contextlib.suppress(FileNotFoundError):
+    @staticmethod
+    def _forget(lost: str) -> None:
+        """Bound the evidence: it is memory, where the burst buffer is one."""
+        by_age = sorted((int(name.rpartition(".")[2]), name) for name in _names(lost) if name[-19:].isdigit())
+        for _, name in by_age[:-LOST_KEPT]:
+            for path in (os.path.join(lost, name), os.path.join(lost, name + REASON)):
+                with contextlib.suppress(OSError):
                     os.unlink(path)
-        return gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """What a run's directory holds of drained checkpoints; iterations are newest first.
+
+    Attributes:
+        whole: Those that can be restored, as far as their manifests and the sizes of their files say.
+        spoiled: Those that cannot, though there is a manifest, and why.
+        evidence: Those that were found bad and set aside, or whose file is missing or truncated.
+        unfinished: Those of which there are files of a drain or a deletion that has not come to its end, or is at work.
+    """
+
+    whole: tuple[Checkpoint, ...]
+    spoiled: Mapping[int, str]
+    evidence: tuple[int, ...]
+    unfinished: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +145,7 @@ class RunCatalog:
     def __init__(self, run_dir: str, *, run_id: str | None = None) -> None:
         self.run_dir = run_dir
         self.run_id = run_id
+        self._known: dict[int, tuple[tuple[int, int, int], Checkpoint, str, int]] = {}
 
     def durable(self) -> list[int]:
         """Iterations with a published manifest, newest first. By their names alone."""
@@ -157,14 +165,18 @@ class RunCatalog:
             raise DataError(f"{path} was renamed: it is of iteration {manifest.iteration}", fault="renamed")
         if self.run_id is not None and manifest.run_id != self.run_id:
             raise DataError(f"{path} is swapped: it is of run {manifest.run_id}, not {self.run_id}", fault="swapped")
-        file = os.path.join(self.run_dir, os.path.basename(manifest.file))
+        self._check_file(iteration, manifest.file, manifest.file_bytes)
+        return manifest
+
+    def _check_file(self, iteration: int, name: str, file_bytes: int) -> None:
+        file = os.path.join(self.run_dir, os.path.basename(name))
         try:
             size = os.stat(file, follow_symlinks=False).st_size
         except FileNotFoundError as error:
+            path = paths.drained_manifest(self.run_dir, iteration)
             raise DataError(f"{file} is missing, though {path} is there", fault="missing") from error
-        if size != manifest.file_bytes:
-            raise DataError(f"{file} is truncated: {size} bytes of {manifest.file_bytes}", fault="truncated")
-        return manifest
+        if size != file_bytes:
+            raise DataError(f"{file} is truncated: {size} bytes of {file_bytes}", fault="truncated")
 
     def newest_restorable(self, *, before: int | None = None, exclude: Collection[int] = ()) -> DrainedManifest | None:
         """Find the newest drained checkpoint whose manifest and file size are right; bad ones are passed over.
@@ -199,12 +211,12 @@ class RunCatalog:
                 if digits.isdigit() and int(digits) not in whole:
                     why = f"{name}: a drain did not come to its end, or is at work"
                     found.append(Explained(iteration=int(digits), state=CheckpointState.DRAINING, why=why))
-        for name in _names(os.path.join(self.run_dir, LOST)):
-            iteration_ = paths.parse_drained(".".join(name.split(".")[:2]))
-            if iteration_ is not None and name.endswith(".reason"):
+            parsed = paths.parse_of_drained(name)
+            if parsed is not None and parsed[1] == "bad":
+                reason = "it did not verify when it was restored"
                 with contextlib.suppress(ResilError, OSError, KeyError, TypeError):
-                    reason = str(fsio.read_json(os.path.join(self.run_dir, LOST, name))["reason"])
-                    found.append(Explained(iteration=iteration_, state=CheckpointState.LOST, why=reason))
+                    reason = str(fsio.read_json(os.path.join(self.run_dir, name + REASON))["reason"])
+                found.append(Explained(iteration=parsed[0], state=CheckpointState.LOST, why=reason))
         return sorted(found, key=lambda entry: -entry.iteration)
 
     def quarantine(self, iteration: int, reason: str) -> str | None:
@@ -213,31 +225,148 @@ class RunCatalog:
         Returns:
             Where the manifest went, None if another rank was faster.
         """
+        target = paths.drained_bad(self.run_dir, iteration)
         try:
-            return _move_to_lost(paths.drained_manifest(self.run_dir, iteration), reason, sync=True)
+            os.rename(paths.drained_manifest(self.run_dir, iteration), target)  # first: the reason is a courtesy
         except FileNotFoundError:
             return None
+        _write_reason(target, reason, sync=True)
+        fsio.fsync_dir(self.run_dir)
+        return target
 
-    def prune(self, *, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete the oldest checkpoints, never the newest ``keep`` that are whole.
+    def stock(self) -> Stock:
+        """Look at everything that the run's directory holds of drained checkpoints.
 
-        Args:
-            keep: How many restorable ones stay, at least 1.
-            protect: Iterations that stay in any case.
+        Raises:
+            DataError: A manifest cannot be read by this user: nothing is known then.
+            OSError: The directory or something in it cannot be read: nothing is known then.
+        """
+        names: dict[int, set[str]] = {}
+        for name in os.listdir(self.run_dir):
+            parsed = paths.parse_of_drained(name)
+            if parsed is not None:
+                dots = "." if name.startswith(".") else ""
+                names.setdefault(parsed[0], set()).add(dots + parsed[1])
+        whole, spoiled = [], {}
+        for iteration in sorted(names, reverse=True):
+            if "json" not in names[iteration]:
+                continue
+            try:
+                whole.append(replace(self._checkpoint(iteration), by_hand="keep" in names[iteration]))
+            except FileNotFoundError:
+                names[iteration].discard("json")  # deleted meanwhile
+            except DataError as error:
+                if error.context.get("fault") == "unreadable":
+                    raise
+                spoiled[iteration] = error
+        evidence = {iteration for iteration, kinds in names.items() if "bad" in kinds}
+        evidence |= {iteration for iteration, error in spoiled.items() if error.context.get("fault") in _NO_FILE}
+        held = {one.iteration for one in whole} | set(spoiled) | evidence
+        return Stock(
+            whole=tuple(whole),
+            spoiled={iteration: error.message for iteration, error in spoiled.items()},
+            evidence=tuple(sorted(evidence - {one.iteration for one in whole}, reverse=True)),
+            unfinished=tuple(
+                sorted(
+                    (
+                        iteration
+                        for iteration, kinds in names.items()
+                        if ".lease" in kinds
+                        or any(_unfinished(kind) for kind in kinds)
+                        or ("h5" in kinds and iteration not in held)
+                    ),
+                    reverse=True,
+                )
+            ),
+        )
+
+    def _checkpoint(self, iteration: int) -> Checkpoint:
+        """A whole checkpoint; its manifest is read once, for it never changes."""
+        info = os.stat(paths.drained_manifest(self.run_dir, iteration), follow_symlinks=False)
+        key = (info.st_ino, info.st_mtime_ns, info.st_size)
+        known = self._known.get(iteration)
+        if known is None or known[0] != key:
+            manifest = self.load(iteration)
+            metrics = {name: float(value) for name, value in manifest.metrics.items()}
+            made = Checkpoint(iteration=iteration, created_s=float(manifest.created_s), metrics=metrics)
+            known = self._known[iteration] = (key, made, manifest.file, manifest.file_bytes)
+        else:
+            self._check_file(iteration, known[2], known[3])
+        return known[1]
+
+    def remove(self, iteration: int) -> int:
+        """Delete a drained checkpoint: its manifest first, so that what is left at any moment is whole or none.
 
         Returns:
-            Iterations that were deleted.
+            Bytes of its file, as far as it was there.
+
+        Raises:
+            OSError: The file system refused.
         """
-        whole = []
-        for iteration in self.durable():
-            with contextlib.suppress(ResilError, FileNotFoundError):
-                self.load(iteration)
-                whole.append(iteration)
-        gone = [iteration for iteration in whole[max(keep, 1) :] if iteration not in protect]
-        for iteration in gone:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(paths.drained_manifest(self.run_dir, iteration))  # first: without it there is no checkpoint
-            fsio.fsync_dir(self.run_dir)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(paths.drained(self.run_dir, iteration))
-        return gone
+        _unlink(paths.drained_manifest(self.run_dir, iteration))
+        fsio.fsync_dir(self.run_dir)
+        size = _unlink(paths.drained(self.run_dir, iteration))
+        _unlink(paths.drained_kept(self.run_dir, iteration))
+        return size
+
+    def remove_evidence(self, iteration: int) -> int:
+        """Delete what was kept of a bad checkpoint: the file first, which takes the space.
+
+        Nothing goes if it was drained again meanwhile, or if its manifest says something else than before.
+
+        Returns:
+            Bytes of its file, as far as it was there.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        try:
+            self.load(iteration)
+            return 0
+        except FileNotFoundError:
+            pass
+        except DataError as error:
+            if error.context.get("fault") not in _NO_FILE:
+                return 0
+        size = _unlink(paths.drained(self.run_dir, iteration))
+        _unlink(paths.drained_manifest(self.run_dir, iteration))
+        _unlink(f"{paths.drained_bad(self.run_dir, iteration)}{REASON}")
+        _unlink(paths.drained_bad(self.run_dir, iteration))
+        return size
+
+    def remove_unfinished(self, iteration: int) -> int:
+        """Delete what drains or deletions that did not come to their end have left of an iteration.
+
+        A file goes only if it has no manifest and is no evidence.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        size = 0
+        for name in os.listdir(self.run_dir):
+            parsed = paths.parse_of_drained(name)
+            if parsed is not None and parsed[0] == iteration and name.startswith(".") and _unfinished("." + parsed[1]):
+                size += _unlink(os.path.join(self.run_dir, name))
+        marks = (paths.drained_manifest(self.run_dir, iteration), paths.drained_bad(self.run_dir, iteration))
+        if not any(map(os.path.lexists, marks)):
+            size += _unlink(paths.drained(self.run_dir, iteration))
+        return size
+
+
+def _unfinished(kind: str) -> bool:
+    """Whether a hidden file about a checkpoint is of a drain that has not come to its end, or of its publication."""
+    return kind == ".h5.part" or (kind.startswith(".json.") and kind.endswith(".tmp"))
+
+
+def _unlink(path: str) -> int:
+    """Delete a file that may be gone; returns the bytes that it had."""
+    faults.point("catalog.delete")
+    try:
+        size = os.stat(path, follow_symlinks=False).st_size
+        os.unlink(path)
+    except FileNotFoundError:
+        return 0
+    return size

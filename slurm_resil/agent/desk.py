@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.slots import Slots, parse
@@ -281,6 +281,7 @@ class Desk:
             return
         try:
             draft = drafts.read(self._job_dir, seal.draft, f"the draft of rank {rank.rank}")
+            draft = replace(draft, metrics=seal.metrics)
             place = parse(draft.slot)
             if (draft.rank, draft.iteration, draft.run_id) != (rank.rank, iteration, self._run_id):
                 raise DataError(f"the draft is of run {draft.run_id} rank {draft.rank} iteration {draft.iteration}")

@@ -165,9 +165,9 @@ class RankLink:
             raise TryAgainError(found.reason, rank=self._hello.rank)
         return tuple(found.indices)
 
-    def seal(self, iteration: int, draft: str) -> None:
+    def seal(self, iteration: int, draft: str, metrics: dict[str, float]) -> None:
         """Hand a written slot over."""
-        message = p.Seal(iteration=iteration, draft=draft)
+        message = p.Seal(iteration=iteration, draft=draft, metrics=metrics)
         with self._changed:
             self._pending[iteration] = message
             self._results.pop(iteration, None)

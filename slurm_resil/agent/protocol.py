@@ -346,10 +346,11 @@ class Lease(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Seal(Message):
-    """The slot is written; ``draft`` is the ShardManifest without hashes, as JSON text."""
+    """The slot is written; ``draft`` is the ShardManifest without hashes, as JSON text, and ``metrics`` go into it."""
 
     iteration: int
     draft: str
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import replace
 
 import click
 
 from slurm_resil.catalog import LocalCatalog, RunCatalog
+from slurm_resil.cli.keep import options as keep_options
 from slurm_resil.core import fsio, log, paths, units
 from slurm_resil.core.errors import ResilError, UsageError
 from slurm_resil.core.settings import MOST
@@ -17,6 +19,7 @@ from slurm_resil.launch import records, setup
 from slurm_resil.launch.cluster import Cluster
 from slurm_resil.launch.deadline import DeadlineWatch
 from slurm_resil.launch.policy import Policy
+from slurm_resil.launch.retain import Pruner
 from slurm_resil.launch.starters import LocalStarter, SrunStarter, Starter
 from slurm_resil.launch.supervise import Supervisor, newest_durable, say
 from slurm_resil.recovery.client import EngineClient
@@ -53,6 +56,7 @@ def _period(_context: click.Context, _parameter: click.Parameter, text: str | No
 @click.option(
     "--cap", type=click.FloatRange(min=1), help="Limit of drains while training, bytes/s, all nodes together."
 )
+@keep_options
 @click.option("--local", is_flag=True, help="Without Slurm, on this host alone: for development.")
 @click.option("--dry-run", is_flag=True, help="Print the layout and the command lines, start nothing.")
 @click.argument("command", nargs=-1, required=True)
@@ -69,6 +73,7 @@ def run(
     local: bool,
     dry_run: bool,
     command: tuple[str, ...],
+    keep: dict[str, str],
 ) -> None:
     """Run COMMAND once per rank, and keep it alive: `slurm-resil run --every 500 -- python train.py`.
 
@@ -85,6 +90,7 @@ def run(
         srun_args=srun_args,
         max_restarts=max_restarts,
         max_idle_attempts=max_idle_attempts,
+        keep=keep,
     )
     env = dict(os.environ)
     allocation = (setup.local_allocation if local else setup.slurm_allocation)(env, wishes)
@@ -171,12 +177,15 @@ def _supervise(
         )
         starter: Starter = LocalStarter(job, agent_log) if wishes.local else SrunStarter(job, cluster, agent_log)
         held = setup.settings(env, wishes)
+        retention = held.retention
         address = "" if wishes.local else held.engine.value
         engine = EngineClient(address) if address else None
         supervisor = Supervisor(
             job=job,
             command=command,
-            policy=Policy(layout.nodes, rules, durable=newest_durable(run_dir), history=past),
+            policy=Policy(
+                layout.nodes, replace(rules, prunes=retention.deletes), durable=newest_durable(run_dir), history=past
+            ),
             leader=leader,
             cluster=cluster,
             starter=starter,
@@ -185,10 +194,13 @@ def _supervise(
             engine=engine,
             watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, held.lead_s.value),
             cap_bytes_s=cap or held.cap_bytes_s.value,
+            pruner=Pruner(run_dir, retention) if retention.deletes else None,
         )
         supervisor.report(
             "attempt_start", job_id=allocation.job_id, nodes=list(layout.nodes), ranks_per_node=layout.ranks_per_node
         )
+        if retention.deletes:
+            supervisor.report("retention", words=str(retention), run_dir=run_dir)
         if warning:
             supervisor.report("warning", words=warning)
         if engine is not None:

@@ -154,10 +154,10 @@ def check(path: str | None, as_json: bool) -> None:
             sys.exit(error.exit_code)
         raise
     if as_json:
-        click.echo(json.dumps({"ok": True, "path": made.path, "faults": [], "values": values}))
+        click.echo(json.dumps({"ok": True, "path": made.path, "faults": [], "values": values}, default=str))
         return
     for name, entry in values.items():
-        click.echo(f"{name:<28} {json.dumps(entry['value']):<36} {entry['source']}")
+        click.echo(f"{name:<28} {json.dumps(entry['value'], default=str):<36} {entry['source']}")
 
 
 @site.command()

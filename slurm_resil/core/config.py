@@ -17,12 +17,13 @@ from typing import Any
 
 from slurm_resil.core import units
 from slurm_resil.core.errors import ConfigError, UsageError
+from slurm_resil.core.retention import ALL, Best, parse_best
 
 DEFAULT_PATH = "/etc/slurm-resil/site.toml"
 PATH_VARIABLE = "SLURM_RESIL_SITE"
 MODES = ("observe", "act")
 # what [security] user_may can name: settings of a job, see core.settings
-JOB_SETTINGS = ("bb_root", "prefix", "every", "interval", "lead", "cap", "engine")
+JOB_SETTINGS = ("bb_root", "prefix", "every", "interval", "lead", "cap", "engine", "keep")
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}?")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -87,6 +88,17 @@ def _count(least: int) -> Callable[[object], int]:
         return value
 
     return read
+
+
+def _keep_last(value: object) -> int:
+    return ALL if value == "all" else _count(1)(value)
+
+
+def _keep_best(value: object) -> Best:
+    try:
+        return parse_best(value if isinstance(value, str) else "")
+    except UsageError as error:
+        raise _BadError("a metric with its direction is needed") from error
 
 
 def _switch(value: object) -> bool:
@@ -158,9 +170,19 @@ class Prefix:
 
     Attributes:
         root: Directory of the runs; ``{user}`` and ``{uid}`` stand for the job's owner; None: where it was submitted.
+        keep_last: How many of the newest checkpoints of a run stay; this and the following ones None: all of them.
+        keep_every: Those stay whose iteration is a multiple of it.
+        keep_interval_s: The first of each so many seconds stays.
+        keep_best: The best by a metric stay.
     """
 
     root: str | None = _key(None, _user_path, '"/scratch/{user}/slurm-resil"')
+    keep_last: int | None = _key(None, _keep_last, "3")
+    keep_every: int | None = _key(None, _count(1), "10000")
+    keep_interval_s: float | None = _key(None, _duration, '"6h"', "keep_interval")
+    keep_best: Best | None = dataclasses.field(
+        default=None, metadata={"read": _keep_best, "example": '"loss:min"', "name": ""}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

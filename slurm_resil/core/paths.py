@@ -22,6 +22,8 @@ Parallel file system, one directory per run::
         ckpt-<iteration>.h5              drained checkpoint, published by rename
         ckpt-<iteration>.json            its manifest, published last: presence means durable
         ckpt-<iteration>.bad             manifest of a drained checkpoint that did not verify: never tried again
+        ckpt-<iteration>.keep            a person wants this one kept, whatever the retention says
+        .ckpt-<iteration>.h5.part        a drain that has not come to its end
         decisions/<epoch>.json           the leader's commits and aborts, written before they are told
         costs.json                       measured times of saves and drains
         leader.json                      address of the leader, rewritten by each attempt and cycle
@@ -36,6 +38,7 @@ import re
 import zlib
 
 _ITERATION = re.compile(r"^ckpt-(\d{10,19})\.json$")
+_OF_DRAINED = re.compile(r"^\.?ckpt-(\d{10,19})\.(.+)$")
 _MANIFEST = re.compile(r"^(\d{10,19})-(\d{6,10})\.json$")
 _DURABLE = re.compile(r"^(\d{10,19})\.json$")
 
@@ -134,6 +137,22 @@ def parse_drained(name: str) -> int | None:
 def drained_bad(run: str, iteration: int) -> str:
     """Where the manifest of a drained checkpoint goes that did not verify."""
     return os.path.join(run, f"ckpt-{iteration:010d}.bad")
+
+
+def drained_kept(run: str, iteration: int) -> str:
+    """Mark of a person who wants a drained checkpoint kept."""
+    return os.path.join(run, f"ckpt-{iteration:010d}.keep")
+
+
+def drained_part(run: str, iteration: int) -> str:
+    """File of a drain that has not come to its end."""
+    return os.path.join(run, f".ckpt-{iteration:010d}.h5.part")
+
+
+def parse_of_drained(name: str) -> tuple[int, str] | None:
+    """Iteration and the rest (``h5``, ``bad``, ``h5.part``...) of the name of a file about a drained checkpoint."""
+    match = _OF_DRAINED.match(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def decision(run: str, epoch: int) -> str:

@@ -2,6 +2,9 @@
 
 A pin is a shared lock (``flock``) on ``<job dir>/pins/<iteration>``; it ends with the process, however that ends. Take
 it first, then read the manifests: a manifest that is there while the pin is held stays there.
+
+A drained file is pinned by a shared lock on itself: retention leaves it alone as long as that is held. Where a file
+system has no locks between hosts this keeps nobody; a file that is open can be read to its end all the same.
 """
 
 from __future__ import annotations
@@ -59,3 +62,26 @@ def exclude(job: str, iteration: int) -> Iterator[bool]:
             os.unlink(paths.pin(job, iteration))
     finally:
         os.close(fd)
+
+
+def share(fd: int) -> None:
+    """Pin the drained file that is open as ``fd``, until it is closed. Never blocks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def shared(path: str) -> bool:
+    """Whether somebody is known to have pinned a drained file."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone, a link, or not writable: nobody can be asked
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False

@@ -11,14 +11,17 @@ from typing import Generic, TypeVar
 from slurm_resil.core import units
 from slurm_resil.core.config import PATH_VARIABLE, Site
 from slurm_resil.core.errors import ConfigError, UsageError
+from slurm_resil.core.retention import Best, Retention, parse_best, parse_last
 
 T = TypeVar("T")
 
 PREFIX = "SLURM_RESIL_"
 MOST = 10**11  # iterations: what the SPANK plugin takes at most, too
+KEEP_VARIABLES = tuple(PREFIX + name for name in ("KEEP_LAST", "KEEP_EVERY", "KEEP_INTERVAL", "KEEP_BEST"))
 # what a person sets
 VARIABLES = (
     *(PREFIX + name for name in ("BB_ROOT", "CAP", "ENGINE", "EVERY", "INTERVAL", "LEAD", "PREFIX", "RUN_ID")),
+    *KEEP_VARIABLES,
     PATH_VARIABLE,
 )
 # what the launcher, the sandbox and the tests tell their children
@@ -57,6 +60,7 @@ class Settings:
         lead_s: Time to save before a deadline, seconds; None: from measured times.
         cap_bytes_s: Limit of drains while training, bytes/s; None: none.
         engine: ``HOST:PORT`` of the recovery engine; empty: none.
+        keep_last: See :class:`slurm_resil.core.retention.Retention`; so for the other three.
     """
 
     bb_root: Value[str]
@@ -66,6 +70,20 @@ class Settings:
     lead_s: Value[float | None]
     cap_bytes_s: Value[float | None]
     engine: Value[str]
+    keep_last: Value[int | None]
+    keep_every: Value[int | None]
+    keep_interval_s: Value[float | None]
+    keep_best: Value[Best | None]
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints of the run stay on the parallel file system."""
+        return Retention(
+            keep_last=self.keep_last.value,
+            every_iterations=self.keep_every.value,
+            every_s=self.keep_interval_s.value,
+            best=self.keep_best.value,
+        )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], site: Site) -> Settings:
@@ -76,6 +94,7 @@ class Settings:
         """
         read = _Reader(env, site)
         read.faults += strangers(env)
+        prefix = site.prefix
         made = cls(
             bb_root=read.get("bb_root", "BB_ROOT", _path, "burst_buffer", "root", site.burst_buffer.root or _bb_root()),
             prefix_root=read.get("prefix", "PREFIX", _absolute, "prefix", "root", _prefix_root(env, site)),
@@ -84,6 +103,12 @@ class Settings:
             lead_s=read.get("lead", "LEAD", _duration, "schedule", "lead", site.schedule.lead_s),
             cap_bytes_s=read.get("cap", "CAP", _rate, "drain", "cap", site.drain.cap_bytes_s),
             engine=read.get("engine", "ENGINE", _address, "engine", "address", site.engine.address),
+            keep_last=read.get("keep", "KEEP_LAST", _last, "prefix", "keep_last", prefix.keep_last),
+            keep_every=read.get("keep", "KEEP_EVERY", _count, "prefix", "keep_every", prefix.keep_every),
+            keep_interval_s=read.get(
+                "keep", "KEEP_INTERVAL", _duration, "prefix", "keep_interval", prefix.keep_interval_s
+            ),
+            keep_best=read.get("keep", "KEEP_BEST", _best, "prefix", "keep_best", prefix.keep_best),
         )
         if read.faults:
             raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
@@ -172,6 +197,14 @@ def _count(text: str) -> int | None:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:20]) < MOST:
         raise UsageError(f"{text!r} is not a whole number of iterations, from 1 to less than {MOST}", mend="as in 500")
     return int(text)
+
+
+def _last(text: str) -> int | None:
+    return parse_last(text)
+
+
+def _best(text: str) -> Best | None:
+    return parse_best(text)
 
 
 def _duration(text: str) -> float | None:

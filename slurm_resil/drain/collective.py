@@ -185,7 +185,7 @@ class _Drain:
         there = finder.durable(iteration)
         if there is not None:
             return there, True
-        temp = os.path.join(self.run_dir, f".ckpt-{iteration:010d}.h5.part")
+        temp = paths.drained_part(self.run_dir, iteration)
         if self.comm.rank == 0:
             self.traces.append(temp)
         try:
@@ -357,6 +357,7 @@ class _Drain:
             written_bytes=plan.loads,
             created_s=now_s(),
             costs_s={name: round(value, 4) for name, value in self.costs.items()},
+            metrics=dict(head.metrics),
         )
         with agreed(self.comm, f"publishing {final}"):
             if self.comm.rank == 0:

@@ -25,13 +25,21 @@ def durable(run_dir: str, iteration: int) -> DrainedManifest | None:
 
 
 def mark(run_dir: str, job_dir: str, iteration: int) -> None:
-    """Write the durable mark of this node; without it the burst buffer is only kept longer."""
+    """Write the durable mark of this node; without it the burst buffer is only kept longer.
+
+    Older marks go once no shard of their iteration is here: the newest one says all that is asked of them.
+    """
     with contextlib.suppress(OSError):
         path = paths.durable(job_dir, iteration)
         if os.path.isdir(job_dir) and not os.path.exists(path):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             body = {"iteration": iteration, "run_dir": run_dir, "file": paths.drained(run_dir, iteration)}
             fsio.write_json(path, body, mode=0o600, sync=False)
+            here = shards.listed(job_dir)
+            for name in os.listdir(os.path.dirname(path)):
+                other = paths.parse_durable(name)
+                if other is not None and other < iteration and other not in here:
+                    os.unlink(os.path.join(os.path.dirname(path), name))
 
 
 class Finder:

@@ -30,6 +30,7 @@ class Head:
     Attributes:
         mover: Mover whose node holds it.
         node: Name of that node.
+        metrics: What the training said of the state.
     """
 
     mover: int
@@ -40,6 +41,7 @@ class Head:
     iteration: int
     rank: int
     world_size: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -149,7 +151,7 @@ class Plan:
     """What one mover needs to know of a drain.
 
     Attributes:
-        head: Any shard: run, job, attempt, iteration, world size.
+        head: Any shard: run, job, attempt, iteration, world size; and the metrics of all.
         targets: All datasets, in the order of the file.
         sources: Sources that this mover writes or checks.
         pieces: What it writes, in the order of the file.

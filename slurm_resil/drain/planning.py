@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import xxhash
@@ -59,13 +59,21 @@ def plan(comm: Communicator, heads: Sequence[Head], items: Items) -> Plan:
         _unpack(json.loads(data), places[planner], sources, mine, own_checks)
     _distinct(targets)  # the same on every rank
     return Plan(
-        head=gathered[0],
+        head=replace(gathered[0], metrics=_metrics(gathered)),
         targets=tuple(targets),
         sources=tuple(sources),
         pieces=tuple(sorted(mine, key=lambda p: (sources[p.source].target, p.source, p.part, p.first))),
         checks=tuple(sorted(own_checks, key=lambda index: sources[index].target)),
         loads=loads,
     )
+
+
+def _metrics(heads: Sequence[Head]) -> dict[str, float]:
+    """Metrics of all ranks; of several that have one the lowest counts."""
+    found: dict[str, float] = {}
+    for head in sorted(heads, key=lambda head: -head.rank):
+        found.update(head.metrics)
+    return found
 
 
 def planner_of(rank: int, item: Item, movers: int) -> int:

@@ -224,7 +224,7 @@ class Slots:
 
 
 def _head(manifest: ShardManifest, mover: int) -> Head:
-    names = ("node", "run_id", "job_id", "attempt", "iteration", "rank", "world_size")
+    names = ("node", "run_id", "job_id", "attempt", "iteration", "rank", "world_size", "metrics")
     return Head(mover=mover, **{name: getattr(manifest, name) for name in names})
 
 

@@ -76,7 +76,8 @@ class Document:
     """Shared by the manifests: JSON with a hash of itself.
 
     Attributes:
-        ADDED: Fields that came later: a manifest without them is an older one, and their defaults hold.
+        ADDED: Fields that came later: a manifest without them is an older one, and their defaults hold. Empty ones are
+            left out, so that older readers read what does not need them.
         READS: Versions that can be read; the last one is written.
     """
 
@@ -87,7 +88,8 @@ class Document:
 
     def to_bytes(self) -> bytes:
         """Serialise, with the self-hash in ``check``."""
-        text = json.dumps(vars(self), sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+        body = {name: value for name, value in vars(self).items() if value or name not in self.ADDED}
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
         return f'{text[:-1]},"check":"{digest(text.encode())}"}}\n'.encode()
 
     def publish(self, path: str, *, sync: bool) -> None:
@@ -213,9 +215,10 @@ class ShardManifest(Document):
         values: Plain values of the state and its structure, JSON (see ckpt.state).
         costs_s: Measured times by name (``copy``, ``seal``), seconds.
         frame: Hash of what is around the items, see :mod:`slurm_resil.format.frame`, filled in by the seal.
+        metrics: What the training said of this state, by name; finite numbers.
     """
 
-    ADDED = frozenset({"frame"})
+    ADDED = frozenset({"frame", "metrics"})
     READS = (1, 2)
 
     version: int = 2
@@ -233,6 +236,7 @@ class ShardManifest(Document):
     created_s: float = 0.0
     costs_s: dict[str, float] = field(default_factory=dict)
     frame: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +281,10 @@ class DrainedManifest(Document):
         block_bytes: Size of a hashed block; the last one may be shorter.
         blocks: xxh3 of every block of the file, metadata included, read back from the file.
         written_bytes: Bytes written by each mover rank, as a record that nobody gathered.
+        metrics: As in the shards; of several ranks that gave one, the lowest counts.
     """
+
+    ADDED = frozenset({"metrics"})
 
     run_id: str
     job_id: int
@@ -292,6 +299,7 @@ class DrainedManifest(Document):
     written_bytes: tuple[int, ...] = ()
     created_s: float = 0.0
     costs_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Self:

@@ -136,6 +136,21 @@ class MoverEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pruned(Event):
+    """Old checkpoints were deleted.
+
+    Attributes:
+        deleted: Their iterations.
+        nbytes: Their size, bytes.
+        problem: Why nothing, or not all of it, was deleted; empty if there is none.
+    """
+
+    deleted: tuple[int, ...] = ()
+    nbytes: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Asked(Event):
     """The launcher itself got a signal."""
 
@@ -192,6 +207,13 @@ class CancelDrain(Action):
     """Kill the running drain; what it wrote is not published and the next one starts over."""
 
     why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(Action):
+    """Delete what the retention does not keep of what is not newer than an iteration."""
+
+    newest: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from slurm_resil.launch import moves as m
 from slurm_resil.launch.agents import Agents
 from slurm_resil.launch.drains import Drains
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
+from slurm_resil.launch.prunes import Prunes
 from slurm_resil.launch.verdict import Verdict
 
 
@@ -55,6 +56,8 @@ class Rules:
         unsure_probes: Probes of a node whose slurmd is silent while its agent is heard.
         retry_s: Wait before asking again for a requeue that nobody answered.
         takeover_s: How long the engine may take from accepting the job to killing this attempt.
+        prunes: Whether old checkpoints are deleted.
+        prune_wait_s: How long the end of the job waits for a deletion.
     """
 
     max_restarts: int = 3
@@ -70,6 +73,8 @@ class Rules:
     unsure_probes: int = 6
     retry_s: float = 2.0
     takeover_s: float = 60.0
+    prunes: bool = False
+    prune_wait_s: float = 30.0
 
 
 class Policy:
@@ -93,7 +98,9 @@ class Policy:
         self.drains = Drains(
             guess_s=rules.drain_guess_s, tries=rules.drain_tries, retry_s=rules.retry_s, durable=durable
         )
+        self.prunes = Prunes(wanted=rules.prunes, wait_s=rules.prune_wait_s)
         self.ranks_up = False
+        self.loading = False  # the ranks of this cycle have not restored yet
         self.budget = RestartBudget(bound=rules.max_restarts)
         self.exit = (0, "")
         self.restored = 0
@@ -120,7 +127,7 @@ class Policy:
 
     def start(self) -> list[m.Action]:
         """Actions of the beginning."""
-        self.ranks_up = True
+        self.ranks_up = self.loading = True
         return [m.StartCycle(cycle=0)]
 
     def on(self, event: m.Event, now: float) -> list[m.Action]:
@@ -160,6 +167,10 @@ class Policy:
                 actions = self._ranks_ended(event)
             case m.MoverEnded():
                 actions = self.drains.ended(event, now)
+                if event.ok:
+                    self.prunes.ask(event.iteration)
+            case m.Pruned():
+                actions = self.prunes.ended(event)
             case m.Asked():
                 actions = self._asked(event, now)
             case m.Continued():
@@ -178,7 +189,8 @@ class Policy:
     def _restored(self, event: m.Restored) -> list[m.Action]:
         # more than what is durable: the attempt before had no time to drain it
         self.drains.sealed, self.drains.durable = event.iteration, event.durable
-        self.restored, self.unfit = event.iteration, False
+        self.restored, self.unfit, self.loading = event.iteration, False, False
+        self.prunes.ask(event.iteration)
         actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
@@ -300,7 +312,7 @@ class Policy:
         if why is not None:
             return [_report("give_up", words=why), *self._finishing(event.verdict.code, why)]
         self.cycle += 1
-        self.ranks_up = True
+        self.ranks_up = self.loading = True
         delay = 0.0 if self.budget.used <= 1 else float(2 ** (self.budget.used - 2))
         if event.verdict.launch_failed:
             delay = max(delay, 2.0)
@@ -346,7 +358,11 @@ class Policy:
     def _advance(self, now: float) -> list[m.Action]:
         if self.phase is Phase.STOPPING and self._leave(now):
             return self._stopped()
-        if self.phase is Phase.FINISHING and self.drains.idle:
+        if self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.FINISHING):
+            pruning = self.prunes.start(now, loading=self.ranks_up and self.loading)
+            if pruning:
+                return pruning
+        if self.phase is Phase.FINISHING and self.drains.idle and not self.prunes.busy(now):
             return self._finished()
         if self.phase is Phase.CONTINUING and self.retry_at is not None and now >= self.retry_at:
             self.retry_at = None
@@ -360,7 +376,7 @@ class Policy:
         """Whether the stop is over: everything is done, or the deadline is near."""
         if self.deadline is not None and now >= self.deadline - self.rules.margin_s:
             return True
-        if self.stop_at is None or not self.drains.idle:
+        if self.stop_at is None or not self.drains.idle or self.prunes.busy(now):
             return False
         if self.leave_since is None:
             self.leave_since = now

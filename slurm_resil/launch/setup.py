@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
@@ -42,6 +42,7 @@ class Wishes:
         srun_args: More srun arguments for the ranks.
         max_restarts: See Rules.
         max_idle_attempts: See Rules.
+        keep: Variables of the retention, see core.settings.
     """
 
     local: bool = False
@@ -53,6 +54,7 @@ class Wishes:
     srun_args: tuple[str, ...] = ()
     max_restarts: int = 3
     max_idle_attempts: int = 3
+    keep: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ def settings(env: Mapping[str, str], wishes: Wishes) -> Settings:
         ConfigError: The environment or the site's configuration makes no sense, or the site leaves something to nobody.
     """
     said = {"SLURM_RESIL_EVERY": wishes.every, "SLURM_RESIL_INTERVAL": wishes.interval}
-    over = {name: str(value) for name, value in said.items() if value is not None}
+    over = {name: str(value) for name, value in said.items() if value is not None} | dict(wishes.keep)
     return Settings.from_env({**env, **over}, config.load(env))
 
 

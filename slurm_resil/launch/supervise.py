@@ -22,11 +22,13 @@ from slurm_resil.core import paths
 from slurm_resil.core.errors import NotPermittedError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Notice
+from slurm_resil.drain import priority
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.cluster import Cluster
 from slurm_resil.launch.commands import Job
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.records import Attempt, EventLog
+from slurm_resil.launch.retain import Pruner
 from slurm_resil.launch.starters import Starter
 from slurm_resil.launch.steps import Step, last_json
 from slurm_resil.launch.verdict import FINAL, Verdict
@@ -47,6 +49,8 @@ SPOKEN = {
     "set_aside": "WARNING: the shard of rank {rank}, iteration {iteration}, {words}; restored is {instead}",
     "save_failed": "the checkpoint of iteration {iteration} failed: {words}",
     "durable": "iteration {iteration} is durable ({seconds} s)",
+    "retention": "kept in {run_dir}: {words}; the others are deleted once a newer one is durable",
+    "prune_failed": "WARNING: old checkpoints could not be deleted: {words}",
     "drain_failed": "the drain of iteration {iteration} failed: {words}",
     "notice": "notice: {kind} ({source})",
     "stop": "all ranks stop; iteration {iteration} is sealed",
@@ -107,6 +111,7 @@ class Supervisor:
         engine: Recovery engine, None if there is none.
         watch: Looks at the job's deadline.
         cap_bytes_s: Bandwidth of drains while training.
+        pruner: Deletes old checkpoints; None if nobody does.
     """
 
     def __init__(
@@ -123,11 +128,12 @@ class Supervisor:
         engine: Engine | None = None,
         watch: Watch | None = None,
         cap_bytes_s: float | None = None,
+        pruner: Pruner | None = None,
     ) -> None:
         self._job, self._command = job, tuple(command)
         self._policy, self._leader, self._cluster, self._starter = policy, leader, cluster, starter
         self._events, self._attempt, self._engine, self._watch = events, attempt, engine, watch
-        self._cap_bytes_s = cap_bytes_s
+        self._cap_bytes_s, self._pruner = cap_bytes_s, pruner
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._signals: deque[int] = deque()
         self._agents: list[Step] = []
@@ -287,6 +293,8 @@ class Supervisor:
                     event(log, "cancel_drain", why=action.why)
                     if self._mover is not None:
                         self._mover.kill()
+                case m.Prune():
+                    self._thread(lambda action=action: self._prune(action), "prune")  # type: ignore[misc] # bound now
                 case m.TellDurable():
                     self._leader.durable(action.iteration, drain_s=action.seconds)
                 case m.Probe():
@@ -359,6 +367,22 @@ class Supervisor:
             not action.capped,
             lambda code, lines, seconds: self._mover_ended(iteration, code, lines, seconds),
         )
+
+    def _prune(self, action: m.Prune) -> None:
+        """Thread: deleting large files may take its time."""
+        assert self._pruner is not None
+        priority.lower_thread()
+        try:
+            done = self._pruner.prune(newest=action.newest)
+        except Exception as error:  # noqa: BLE001 - the top of a thread: training goes on, and people are told
+            self._inbox.put(m.Pruned(problem=str(error)))
+            return
+        if done.cleared:
+            event(log, "cleared", iterations=done.cleared)
+        if done.left:
+            event(log, "not_pruned", left=done.left)  # tried again after the next drain
+        problem = next((f"iteration {iteration}: {why}" for iteration, why in done.failed.items()), "")
+        self._inbox.put(m.Pruned(deleted=tuple(done.deleted), nbytes=done.nbytes, problem=problem))
 
     def _probe(self, action: m.Probe) -> None:
         """Thread."""

@@ -8,7 +8,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal, SupportsFloat, get_args
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.link import RankLink
@@ -18,6 +18,7 @@ from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.core import control, exits, fsio, paths
 from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, UsageError
+from slurm_resil.core.metrics import Metrics
 from slurm_resil.session.saving import Saving
 from slurm_resil.session.store import Private, StateStore, slot_store
 
@@ -79,6 +80,7 @@ class Checkpointer:
         self._seat: Seat | None = None
         self._lazy = lazy
         self._due = self._next = _NEVER  # of the cadence; and from where on step() looks further
+        self._metrics = Metrics()
         hello = p.RankHello(
             rank=place.rank,
             local_rank=place.local_rank,
@@ -276,6 +278,21 @@ class Checkpointer:
         assert self._saving is not None
         return self._saving.prepare(timeout_s)
 
+    def metric(self, **values: SupportsFloat) -> None:
+        """Say how good the state is now: ``metric(loss=0.31)``, before the :meth:`step` or :meth:`save` that saves it.
+
+        It is kept with the next save, and with no other. Retention can keep the best (``--keep-best loss:min``), and
+        ``slurm-resil ckpt ls`` shows them. One rank is enough; of several that give a metric the lowest counts. What is
+        not finite is left out.
+
+        Args:
+            values: Numbers, or tensors of one element (on a device: this waits for it).
+
+        Raises:
+            UsageError: A value is no number, or a name has a space or a colon, or over 100 characters.
+        """
+        self._metrics.add(values)
+
     def wait(self, *, timeout_s: float) -> bool:
         """Wait until all ranks have sealed the newest save of this rank; False if not in time, or given up."""
         seat = self._started()
@@ -393,7 +410,8 @@ class Checkpointer:
     def _save(self, iteration: int, *, wait_s: float, at_once: bool = False) -> bool:
         assert self._saving is not None
         fail = self._backpressure == "fail"
-        done = self._saving.save(iteration, wait_s=wait_s, lazy=self._lazy and not at_once, fail=fail)
+        lazy = self._lazy and not at_once
+        done = self._saving.save(iteration, metrics=self._metrics, wait_s=wait_s, lazy=lazy, fail=fail)
         if self._lazy:
             self._next = min(self._next, iteration + 1)  # to hear what became of it
         return done

@@ -10,6 +10,7 @@ from slurm_resil.agent.link import RankLink
 from slurm_resil.core.background import Background
 from slurm_resil.core.errors import ServiceError, TryAgainError
 from slurm_resil.core.log import event
+from slurm_resil.core.metrics import Metrics
 from slurm_resil.session.store import StateStore
 
 SETTLE_S = 60.0  # for the copies of a lazy save
@@ -42,11 +43,13 @@ class Saving:
         if lazy:
             atexit.register(self.settle)  # the thread would end with the process
 
-    def save(self, iteration: int, *, wait_s: float, lazy: bool, fail: bool) -> bool:
+    def save(self, iteration: int, *, metrics: Metrics, wait_s: float, lazy: bool, fail: bool) -> bool:
         """Save; see ``Checkpointer.save``.
 
         Args:
             iteration: Number of complete iterations.
+            metrics: What was said of the state; taken from there even if the save fails, for no later one is as good
+                because of it.
             wait_s: For a slot, seconds.
             lazy: Let copies that can wait be done later.
             fail: Raise if no slot is free.
@@ -59,6 +62,7 @@ class Saving:
         """
         if iteration == self.newest:
             return True
+        said = metrics.take()
         if not self.settle():
             self._failed(iteration, "the copies of the save before are not done")
             return False
@@ -69,9 +73,9 @@ class Saving:
                 raise TryAgainError(error.message, mend=error.mend) from error
             if lazy and self._background is not None:
                 finish = self._store.start(index, iteration)
-                self._background.put(lambda: self._hand_over(iteration, finish))
+                self._background.put(lambda: self._hand_over(iteration, finish, said))
             else:
-                self._link.seal(iteration, self._store.write(index, iteration))
+                self._link.seal(iteration, self._store.write(index, iteration), said)
         except TryAgainError as error:
             self.skipped += 1
             self._link.give_up(iteration, error.message)
@@ -146,10 +150,10 @@ class Saving:
         self._store.close()
         self.report()
 
-    def _hand_over(self, iteration: int, finish: Callable[[], str]) -> None:
+    def _hand_over(self, iteration: int, finish: Callable[[], str], metrics: dict[str, float]) -> None:
         """Thread of the lazy copies."""
         try:
-            self._link.seal(iteration, finish())
+            self._link.seal(iteration, finish(), metrics)
         except Exception as error:  # noqa: BLE001 -- kept for the caller
             self._lost(iteration, error)
             self._late = error

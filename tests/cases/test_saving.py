@@ -21,6 +21,8 @@ from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.core import paths
 from slurm_resil.core.errors import DataError, SpaceError, StateError
+from slurm_resil.core.retention import Retention
+from slurm_resil.launch.retain import Pruner
 
 pytestmark = pytest.mark.torch
 
@@ -207,16 +209,17 @@ def test_s15_the_old_one_goes_only_when_the_new_one_is_durable(tmp_path):
     job, run = w.job(tmp_path), str(tmp_path / "r1")
     arena = Arena(job, 0, slots=3)
     state = {"a": torch.ones(10)}
-    catalog, drained = LocalCatalog(job), RunCatalog(run)
+    drained, pruner = RunCatalog(run), Pruner(run, Retention(keep_last=1))
     for iteration in (1, 2):
         w.save(arena, job, state, index=iteration, iteration=iteration)
-    assert catalog.prune(sealed_all=2, keep=1) == []  # 1 is not durable
     w.drain(job, run, iteration=1)
-    assert drained.prune(keep=1) == []
-    assert catalog.prune(sealed_all=1, keep=1) == []  # the newest that all have
-    assert catalog.prune(sealed_all=2, keep=1) == [1]
+    assert pruner.prune().deleted == []  # 2 is sealed here, and durable nowhere
+    for name in ("ckpt-0000000002.h5", ".ckpt-0000000002.h5.part"):  # a drain of 2 that is at work
+        Path(run, name).touch()
+        assert pruner.prune().deleted == []
+    assert drained.durable() == [1]
     w.drain(job, run, iteration=2)
-    assert drained.prune(keep=1) == [1]
+    assert pruner.prune().deleted == [1]
     assert drained.durable() == [2]
     os.unlink(paths.slot(job, 0, 2))
     with pytest.raises(DataError, match="missing"):

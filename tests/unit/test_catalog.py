@@ -1,13 +1,14 @@
-"""What is restorable: presence, quarantine, pruning. No torch in here."""
+"""What is restorable: presence, quarantine, what can be deleted. No torch in here."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from slurm_resil.catalog import LocalCatalog, RunCatalog
+from slurm_resil.catalog import LOST_KEPT, LocalCatalog, RunCatalog
 from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.model import CheckpointState
@@ -56,8 +57,8 @@ def drained(run: Path, iteration: int, size: int = 100) -> None:
 
 def test_nothing_there(tmp_path):
     local, run = LocalCatalog(str(tmp_path / "none")), RunCatalog(str(tmp_path / "none"))
-    assert (local.sealed(), local.durable(), local.prune(sealed_all=5)) == ({}, set(), [])
-    assert (run.durable(), run.newest_restorable(), run.explain(), run.prune(keep=1)) == ([], None, [], [])
+    assert (local.sealed(), local.durable()) == ({}, set())
+    assert (run.durable(), run.newest_restorable(), run.explain()) == ([], None, [])
     assert local.quarantine(1, 0, "x") is None
     assert run.quarantine(1, "x") is None
 
@@ -89,19 +90,14 @@ def test_what_is_quarantined_is_no_candidate_any_more_and_the_reason_stays(tmp_p
     assert len(os.listdir(tmp_path / "manifests" / "lost")) == 4
 
 
-def test_prune_forgets_only_what_is_durable_and_old(tmp_path):
-    for iteration in (10, 20, 30, 40, 50):
-        shard(tmp_path, iteration, 0)
-    for iteration in (10, 20, 40, 50):
-        durable(tmp_path, iteration)
+def test_evidence_of_bad_shards_is_bounded(tmp_path):
     catalog = LocalCatalog(str(tmp_path))
-    assert catalog.prune(sealed_all=0) == []
-    assert catalog.prune(sealed_all=40, in_use=(20,)) == [10]  # 30 is not durable, 40 is the newest of all, 50 newer
-    assert sorted(catalog.sealed()) == [20, 30, 40, 50]
-    assert catalog.prune(sealed_all=50, keep=2) == [20]
-    assert sorted(catalog.sealed()) == [30, 40, 50]
-    assert catalog.prune(sealed_all=50, keep=0) == [40]
-    assert sorted(catalog.sealed()) == [30, 50]
+    for number in range(LOST_KEPT + 5):
+        shard(tmp_path, number + 1, 0)
+        catalog.quarantine(number + 1, 0, "flipped bit")
+    names = os.listdir(tmp_path / "manifests" / "lost")
+    kept = {int(name[:10]) for name in names}
+    assert kept == set(range(6, LOST_KEPT + 6)) and len(names) == 2 * LOST_KEPT  # the newest, with their reasons
 
 
 def test_newest_restorable_passes_over_what_is_not_whole(tmp_path):
@@ -140,13 +136,81 @@ def test_a_bad_drained_checkpoint_is_never_tried_twice(tmp_path):
     assert (lost.iteration, lost.why) == (20, "block 3 is flipped")
 
 
-def test_prune_of_a_run_counts_only_whole_ones(tmp_path):
-    for iteration in (10, 20, 30, 40):
+def test_stock_tells_what_is_whole_from_all_else(tmp_path):
+    for iteration in (10, 20, 30, 40, 50, 60, 70):
         drained(tmp_path, iteration)
-    os.truncate(paths.drained(str(tmp_path), 40), 1)
+    catalog = RunCatalog(str(tmp_path), run_id="r")
+    os.truncate(paths.drained(str(tmp_path), 20), 1)
+    os.unlink(paths.drained(str(tmp_path), 30))
+    Path(paths.drained_manifest(str(tmp_path), 40)).write_bytes(b'{"torn')
+    catalog.quarantine(50, "flipped")
+    os.unlink(paths.drained_manifest(str(tmp_path), 60))
+    Path(paths.drained_part(str(tmp_path), 80)).write_bytes(b"half")
+    Path(paths.drained_kept(str(tmp_path), 10)).touch()
+    (tmp_path / "ckpt-mine.h5").touch()
+    (tmp_path / "events.jsonl").touch()
+    stock = catalog.stock()
+    assert [(one.iteration, one.by_hand) for one in stock.whole] == [(70, False), (10, True)]
+    assert stock.evidence == (50, 30, 20)
+    assert sorted(stock.spoiled) == [20, 30, 40]
+    assert stock.unfinished == (80, 60)
+
+
+def test_a_checkpoint_of_another_run_is_nobodys_to_count(tmp_path):
+    drained(tmp_path, 10)
+    stock = RunCatalog(str(tmp_path), run_id="other").stock()
+    assert stock.whole == stock.evidence == stock.unfinished == ()
+    assert "swapped" in stock.spoiled[10]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_what_cannot_be_read_is_unknown_and_not_bad(tmp_path):
+    drained(tmp_path, 10)
+    os.chmod(paths.drained_manifest(str(tmp_path), 10), 0)
+    with pytest.raises(DataError, match="cannot read"):
+        RunCatalog(str(tmp_path)).stock()
+
+
+def test_a_storage_error_is_unknown_and_not_bad(tmp_path, monkeypatch):
+    drained(tmp_path, 10)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fsio, "read_bytes", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        RunCatalog(str(tmp_path)).stock()
+
+
+def test_a_manifest_is_read_once_and_again_when_it_is_another(tmp_path, monkeypatch):
+    drained(tmp_path, 10)
     catalog = RunCatalog(str(tmp_path))
-    assert catalog.prune(keep=2) == [10]
-    assert catalog.prune(keep=0, protect=(20,)) == []
-    assert catalog.prune(keep=0) == [20]
-    assert catalog.durable() == [40, 30]
-    assert not os.path.exists(paths.drained(str(tmp_path), 10))
+    reads = []
+    load = DrainedManifest.load
+    monkeypatch.setattr(DrainedManifest, "load", lambda path: reads.append(path) or load(path))
+    assert [one.iteration for one in catalog.stock().whole] == [10]
+    assert [one.iteration for one in catalog.stock().whole] == [10]
+    assert len(reads) == 1
+    os.truncate(paths.drained(str(tmp_path), 10), 1)
+    assert catalog.stock().whole == ()  # its file is looked at each time
+    drained(tmp_path, 10, size=200)
+    assert [one.iteration for one in catalog.stock().whole] == [10]
+    assert len(reads) == 2
+
+
+def test_removing_leaves_what_is_another_ones(tmp_path):
+    for iteration in (10, 20, 30):
+        drained(tmp_path, iteration)
+    catalog = RunCatalog(str(tmp_path))
+    assert catalog.remove(10) == 100
+    assert catalog.remove(10) == 0  # gone already
+    assert catalog.durable() == [30, 20] and not os.path.exists(paths.drained(str(tmp_path), 10))
+    assert catalog.remove_unfinished(20) == 0  # it has a manifest
+    catalog.quarantine(20, "flipped")
+    assert catalog.remove_unfinished(20) == 0  # it is evidence
+    drained(tmp_path, 20, size=300)
+    assert catalog.remove_evidence(20) == 0  # it was drained again meanwhile
+    assert catalog.load(20).file_bytes == 300
+    catalog.quarantine(30, "flipped")
+    assert catalog.remove_evidence(30) == 100
+    assert sorted(name for name in os.listdir(tmp_path) if "30" in name) == []

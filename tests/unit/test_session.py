@@ -199,6 +199,29 @@ def test_iterations_are_whole_numbers_that_rise(alone: Callable[[], Checkpointer
     assert checkpointer.wait(timeout_s=20)
 
 
+def test_a_metric_is_kept_with_the_next_save_and_with_no_other(work: Path, alone: Callable[[], Checkpointer]) -> None:
+    checkpointer = alone()
+    checkpointer.restore()
+
+    def saved(iteration: int) -> dict[str, float]:
+        assert checkpointer.save(iteration) and checkpointer.wait(timeout_s=20)
+        (path,) = work.glob(f"bb/job-*/manifests/{iteration:010d}-000000.json")
+        found = ShardManifest.load(str(path)).metrics
+        assert ("metrics" in json.loads(path.read_text())) is bool(found)  # older readers read what has none
+        return found
+
+    assert saved(1) == {}
+    checkpointer.metric(loss=torch.tensor(0.5), accuracy=1)
+    checkpointer.metric(loss=np.float32(0.25), **{"eval/ppl": 3})
+    assert saved(2) == {"loss": 0.25, "accuracy": 1.0, "eval/ppl": 3.0}
+    assert saved(3) == {}
+    checkpointer.metric(loss=float("nan"), accuracy=float("inf"), other=2.0)
+    assert saved(4) == {"other": 2.0}
+    for odd in ({"loss": "low"}, {"loss": None}, {"loss": torch.ones(2)}, {"a b": 1.0}, {"a:b": 1.0}, {"": 1.0}):
+        with pytest.raises(UsageError, match=r"number|no name"):
+            checkpointer.metric(**odd)  # type: ignore[arg-type]
+
+
 def test_there_is_one_checkpointer_for_a_rank(alone: Callable[[], Checkpointer]) -> None:
     first = alone()
     with pytest.raises(UsageError, match="in this process already"):

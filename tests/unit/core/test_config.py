@@ -6,6 +6,7 @@ import pytest
 
 from slurm_resil.core import config
 from slurm_resil.core.errors import EXIT_CONFIG, ConfigError
+from slurm_resil.core.retention import ALL, Best
 
 FULL = """
 [burst_buffer]
@@ -14,6 +15,10 @@ all_jobs = true
 log = "/var/log/hooks.jsonl"
 [prefix]
 root = "/scratch/{user}/runs"
+keep_last = 3
+keep_every = 10000
+keep_interval = "6h"
+keep_best = "accuracy:max"
 [schedule]
 lead = "90s"
 every = 500
@@ -51,7 +56,14 @@ def faults(tmp_path: Path, text: str) -> tuple[str, ...]:
 def test_everything_is_read_into_units(tmp_path: Path) -> None:
     made = site(tmp_path, FULL)
     assert made.burst_buffer == config.BurstBuffer(root="/local/slurm-resil", all_jobs=True, log="/var/log/hooks.jsonl")
-    assert made.prefix.root == "/scratch/{user}/runs"
+    assert made.prefix == config.Prefix(
+        root="/scratch/{user}/runs",
+        keep_last=3,
+        keep_every=10000,
+        keep_interval_s=21600.0,
+        keep_best=Best(metric="accuracy", largest=True),
+    )
+    assert site(tmp_path, '[prefix]\nkeep_last = "all"').prefix.keep_last == ALL
     assert made.schedule == config.Schedule(lead_s=90.0, every=500, interval_s=5400.0)
     assert made.drain.cap_bytes_s == 2e9
     assert dict(made.drain.hints) == {"striping_factor": "8", "romio_cb_write": "enable"}
@@ -106,6 +118,12 @@ def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path) -> None
         ("[schedule]\nevery = 0", "every", "0"),
         ("[schedule]\nevery = true", "every", "True"),
         ("[schedule]\nevery = 1.5", "every", "1.5"),
+        ("[prefix]\nkeep_last = 0", "keep_last", "0"),
+        ('[prefix]\nkeep_last = "some"', "keep_last", "'some'"),
+        ("[prefix]\nkeep_every = true", "keep_every", "True"),
+        ("[prefix]\nkeep_interval = 60", "keep_interval", "60"),
+        ('[prefix]\nkeep_best = "loss"', "keep_best", "'loss'"),
+        ("[prefix]\nkeep_best = 1", "keep_best", "1"),
         ("[drain]\ncap = 2000", "cap", "2000"),
         ('[drain]\ncap = "2GB"', "cap", "'2GB'"),
         ('[drain]\ncap = "2XB/s"', "cap", "'2XB/s'"),

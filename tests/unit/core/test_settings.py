@@ -9,6 +9,7 @@ import pytest
 
 from slurm_resil.core import config
 from slurm_resil.core.errors import ConfigError
+from slurm_resil.core.retention import ALL, Best, Retention
 from slurm_resil.core.settings import VARIABLES, Settings, strangers
 
 NONE = config.Site()
@@ -31,6 +32,7 @@ def test_defaults_work_on_one_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert made.prefix_root.value == str(tmp_path / ".slurm-resil")
     assert [made.every.value, made.interval_s.value, made.lead_s.value, made.cap_bytes_s.value] == [None] * 4
     assert made.engine.value == ""
+    assert not made.retention.deletes  # what nobody asked to be deleted stays
     assert {value.source for value in vars(made).values()} == {"default"}
 
 
@@ -56,12 +58,18 @@ def test_the_environment_replaces_the_site() -> None:
         "SLURM_RESIL_LEAD": "1:30:00",
         "SLURM_RESIL_CAP": "10MB/s",
         "SLURM_RESIL_ENGINE": "other:2",
+        "SLURM_RESIL_KEEP_LAST": "3",
+        "SLURM_RESIL_KEEP_EVERY": "1000",
+        "SLURM_RESIL_KEEP_INTERVAL": "1h",
+        "SLURM_RESIL_KEEP_BEST": "loss:min:2",
     }
     made = Settings.from_env(env, SITE)
     assert made.bb_root.value == "/mnt/bb"
     assert made.prefix_root.value == os.path.abspath("runs")
     assert (made.every.value, made.interval_s.value, made.lead_s.value) == (7, 600.0, 5400.0)
     assert (made.cap_bytes_s.value, made.engine.value) == (1e7, "other:2")
+    best = Best(metric="loss", count=2)
+    assert made.retention == Retention(keep_last=3, every_iterations=1000, every_s=3600.0, best=best)
     assert {value.source for value in vars(made).values()} == set(env)
 
 
@@ -115,6 +123,10 @@ def test_every_variable_that_this_package_sets_or_reads_is_known() -> None:
         *(("INTERVAL", value) for value in ("-5min", "0s", "1e30", "1e30s", "99999999999d", "10", "nan")),
         *(("LEAD", value) for value in ("-1s", "0s", "400d")),
         *(("EVERY", value) for value in ("0", "-1", "1e30", "9" * 30, "10 000")),
+        *(("KEEP_LAST", value) for value in ("0", "-1", "some", "1.5", "9" * 30)),
+        *(("KEEP_EVERY", value) for value in ("0", "all")),
+        *(("KEEP_INTERVAL", value) for value in ("0s", "10")),
+        *(("KEEP_BEST", value) for value in ("loss", "loss:low", ":min", "loss:min:0")),
         *(("ENGINE", value) for value in ("ctl", "ctl:", ":1", "ctl:0", "ctl:99999", "http://ctl:1", "a b:1")),
     ],
 )
@@ -136,6 +148,17 @@ def test_the_site_says_what_a_job_may_set() -> None:
     assert Settings.from_env({"SLURM_RESIL_EVERY": "3"}, strict).every.value == 3
     with pytest.raises(ConfigError, match="user_may"):
         Settings.from_env({"SLURM_RESIL_LEAD": "5s"}, strict)
+
+
+def test_what_a_job_keeps_is_added_to_what_the_site_keeps() -> None:
+    site = config.parse({"prefix": {"keep_last": 5, "keep_best": "loss:min"}}, "/etc/site.toml")
+    kept = Settings.from_env({"SLURM_RESIL_KEEP_EVERY": "100"}, site).retention
+    assert kept == Retention(keep_last=5, every_iterations=100, best=Best(metric="loss"))
+    everything = Settings.from_env({"SLURM_RESIL_KEEP_LAST": "all"}, site).retention
+    assert everything.keep_last == ALL and not everything.deletes
+    strict = config.parse({"prefix": {"keep_last": 5}, "security": {"user_may": ["every"]}}, "/etc/site.toml")
+    with pytest.raises(ConfigError, match="user_may"):
+        Settings.from_env({"SLURM_RESIL_KEEP_LAST": "1"}, strict)
 
 
 def test_what_the_launcher_passes_on_is_no_override() -> None:

@@ -410,3 +410,25 @@ def test_manifest_names_every_item_with_its_rank(tmp_path):
     assert by_name["model/empty", None].offset is None
     assert by_name["rng/cpu", 1].nbytes == 11
     assert by_name["values", 0].dtype == "json"
+
+
+def test_durable_marks_do_not_pile_up(tmp_path):
+    world = build(tmp_path, ranks=1)
+    marks = os.path.dirname(paths.durable(world.job_dir(0), 1))
+    for iteration in range(10, 60, 10):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(paths.manifest(world.job_dir(0), iteration - 20, 0))  # its slot is taken
+        world.seal(iteration, slot=iteration // 10 % 2)
+        world.drain(iteration=iteration)
+        expected = [one for one in (iteration - 10, iteration) if one]
+        assert sorted(os.listdir(marks)) == [f"{one:010d}.json" for one in expected]
+
+
+def test_metrics_arrive_and_of_several_ranks_the_lowest_counts(tmp_path):
+    world = build(tmp_path, ranks=4, per_node=2)
+    world.seal()
+    world.edit(3, metrics={"loss": 3.0, "accuracy": 0.5})
+    world.edit(1, metrics={"loss": 1.0})
+    world.edit(2, metrics={"loss": 2.0})
+    assert world.drain().manifest.metrics == {"loss": 1.0, "accuracy": 0.5}
+    world.check()
