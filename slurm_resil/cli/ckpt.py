@@ -10,20 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from slurm_resil.agent.place import from_env
 from slurm_resil.catalog import RunCatalog
+from slurm_resil.cli.places import as_json_option, names, places, resolve
+from slurm_resil.cli.prune import keep, prune, retention
+from slurm_resil.cli.tensor import VALUES
+from slurm_resil.cli.tensor import show as show_tensor
 from slurm_resil.core import errors, paths
 from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.core.model import CheckpointState
+from slurm_resil.core.retention import Checkpoint, judge
 from slurm_resil.drain import check, find, shards
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
 from slurm_resil.launch.commands import clean
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(kw_only=True)
@@ -38,6 +41,8 @@ class Seen:
         marked: Whether the burst buffer says that it is durable.
         drained: Published manifest on the parallel file system.
         created_s: When it was sealed or published, Unix seconds.
+        metrics: What the training said of it.
+        kept: Why the retention keeps the drained file; empty if it goes with the next deletion.
         faults: What is wrong with it.
     """
 
@@ -48,6 +53,8 @@ class Seen:
     marked: bool = False
     drained: DrainedManifest | None = None
     created_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -69,6 +76,8 @@ class Seen:
             "file": self.drained.file if self.drained else None,
             "file_bytes": self.drained.file_bytes if self.drained else None,
             "created_s": self.created_s,
+            "metrics": dict(self.metrics),
+            "kept": list(self.kept),
             "faults": self.faults,
         }
 
@@ -89,17 +98,20 @@ def look(run_dir: str | None, job_dir: str | None) -> list[Seen]:
             entry.nbytes = sum(one.nbytes for one in good)
             entry.world_size = max((one.world_size for one in good), default=0)
             entry.created_s = max((one.created_s for one in good), default=0.0)
-        for name in _names(os.path.join(job_dir, "durable")):
+            for one in sorted(good, key=lambda one: -one.rank):
+                entry.metrics = {**entry.metrics, **one.metrics}
+        for name in names(os.path.join(job_dir, "durable")):
             marked = paths.parse_durable(name)
             if marked is not None:
                 at(marked).marked = True
     if run_dir:
-        for name in _names(run_dir):
+        for name in names(run_dir):
             published = paths.parse_drained(name)
             if published is not None:
                 _published(at(published), run_dir)
             elif name.startswith("ckpt-") and name.endswith(".bad") and name[5:-4].isdigit():
                 at(int(name[5:-4])).faults.append(f"{os.path.join(run_dir, name)}: did not verify when it was restored")
+        _judge([entry for entry in seen.values() if entry.drained is not None], run_dir)
     return [seen[iteration] for iteration in sorted(seen, reverse=True)]
 
 
@@ -109,6 +121,19 @@ def _published(entry: Seen, run_dir: str) -> None:
         entry.faults.append(_why(run_dir, entry.iteration))
     else:
         entry.world_size, entry.created_s = entry.drained.world_size, entry.drained.created_s
+        entry.metrics = entry.drained.metrics
+
+
+def _judge(entries: list[Seen], run_dir: str) -> None:
+    """Say of drained checkpoints why they stay, by the rules of the environment."""
+    found = []
+    for entry in entries:
+        by_hand = os.path.lexists(paths.drained_kept(run_dir, entry.iteration))
+        one = Checkpoint(iteration=entry.iteration, created_s=entry.created_s, metrics=entry.metrics, by_hand=by_hand)
+        found.append(one)
+    why = judge(found, retention(os.environ))
+    for entry in entries:
+        entry.kept = why[entry.iteration]
 
 
 def _why(run_dir: str, iteration: int) -> str:
@@ -119,50 +144,21 @@ def _why(run_dir: str, iteration: int) -> str:
     return f"{paths.drained_manifest(run_dir, iteration)} or its file was damaged a moment ago"
 
 
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise errors.ConfigError(f"cannot list {directory}: {error.strerror}", path=directory) from error
-
-
-def _places(function: F) -> F:
-    run = click.option("--run-dir", help="Run's directory on the parallel file system; default: from the environment.")
-    job = click.option("--job-dir", help="Job's directory in the burst buffer; default: from the environment.")
-    return run(job(function))
-
-
-def _resolve(run_dir: str | None, job_dir: str | None) -> tuple[str, str | None]:
-    """Fill in from the environment what was not given; with a run's directory alone only that tier is looked at."""
-    if run_dir is not None:
-        if not job_dir and not os.path.isdir(run_dir):
-            raise errors.missing_path(run_dir, "the run's directory", "name another one with --run-dir")
-        return run_dir, job_dir
-    place = from_env(os.environ)
-    if "SLURM_JOB_ID" not in os.environ and not os.environ.get("SLURM_RESIL_RUN_ID"):
-        root = os.path.dirname(place.run_dir)
-        runs = [name for name in _names(root) if os.path.isdir(os.path.join(root, name))]
-        there = f"in {root} there are: {', '.join(runs)}" if runs else f"there is none in {root}"
-        raise UsageError("no run is named, and this is no job", mend=f"say --run-dir; {there}")
-    return place.run_dir, job_dir or place.job_dir
-
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
 @click.group()
 def ckpt() -> None:
-    """Look at checkpoints in this node's burst buffer and on the parallel file system, verify and drain them."""
+    """Look at checkpoints in this node's burst buffer and on the parallel file system; verify, drain, delete them."""
+
+
+ckpt.add_command(prune)
+ckpt.add_command(keep)
 
 
 @ckpt.command("ls")
-@_places
-@_json
+@places
+@as_json_option
 def ls(run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
     """List checkpoints, newest first."""
-    run_dir, job_dir = _resolve(run_dir, job_dir)
+    run_dir, job_dir = resolve(run_dir, job_dir)
     rows = [entry.row() for entry in look(run_dir, job_dir)]
     if as_json:
         click.echo(json.dumps({"run_dir": run_dir, "job_dir": job_dir, "checkpoints": rows}))
@@ -171,7 +167,7 @@ def ls(run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
         click.echo(f"no checkpoint in {' or '.join(filter(None, (run_dir, job_dir)))}")
         return
     _table(
-        ("iteration", "state", "ranks here", "bytes here", "file", "age", "faults"),
+        ("iteration", "state", "ranks here", "bytes here", "file", "age", "metrics", "kept", "faults"),
         [
             (
                 str(row["iteration"]),
@@ -180,6 +176,8 @@ def ls(run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
                 _size(row["local_bytes"]),
                 f"{row['file']} ({_size(row['file_bytes'])})" if row["file"] else "-",
                 _age(row["created_s"]),
+                _metrics(row["metrics"]),
+                _kept(row),
                 "; ".join(row["faults"]) if isinstance(row["faults"], list) else "",
             )
             for row in rows
@@ -189,16 +187,47 @@ def ls(run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("iteration", type=click.IntRange(min=0))
-@_places
-@_json
-def show(iteration: int, run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
+@places
+@click.option("--tensor", metavar="NAME", help="Show this one: statistics and values, read from verified bytes.")
+@click.option("--rank", type=click.IntRange(min=0), help="Whose, where several ranks have one of that name.")
+@click.option("--slice", "part", default="", metavar="SLICE", help="A part of it, as in 0:2,:,5.")
+@click.option("--values", type=click.IntRange(min=0), default=VALUES, show_default=True, help="How many are shown.")
+@click.option("--local", is_flag=True, help="Of this node's shards, though there is a drained file.")
+@as_json_option
+def show(
+    iteration: int,
+    run_dir: str | None,
+    job_dir: str | None,
+    tensor: str | None,
+    rank: int | None,
+    part: str,
+    values: int,
+    local: bool,
+    as_json: bool,
+) -> None:
     """Show the items of one checkpoint: of the drained file if there is one, else of this node's shards."""
-    run_dir, job_dir = _resolve(run_dir, job_dir)
+    run_dir, job_dir = resolve(run_dir, job_dir)
     entry = next((one for one in look(run_dir, job_dir) if one.iteration == iteration), None)
     if entry is None:
         raise UsageError(
             f"there is no checkpoint of iteration {iteration} here", mend="look with `slurm-resil ckpt ls`"
         )
+    if local:
+        entry.drained = None
+    if tensor is not None:
+        held = shards.load(job_dir, iteration)[0] if job_dir and entry.drained is None else []
+        show_tensor(
+            name=tensor,
+            rank=rank,
+            part=part,
+            keep=values,
+            as_json=as_json,
+            run_dir=run_dir,
+            drained=entry.drained,
+            job_dir=job_dir,
+            shards=held,
+        )
+        return
     items = _items(entry, job_dir)
     costs: Mapping[str, float] = entry.drained.costs_s if entry.drained else {}
     written = list(entry.drained.written_bytes) if entry.drained else []
@@ -232,11 +261,11 @@ def _items(entry: Seen, job_dir: str | None) -> list[dict[str, object]]:
 
 @ckpt.command()
 @click.argument("iterations", type=click.IntRange(min=0), nargs=-1)
-@_places
-@_json
+@places
+@as_json_option
 def verify(iterations: tuple[int, ...], run_dir: str | None, job_dir: str | None, as_json: bool) -> None:
     """Read checkpoints in full and compare every hash; all of them if none is named. Ends with 65 if one is damaged."""
-    run_dir, job_dir = _resolve(run_dir, job_dir)
+    run_dir, job_dir = resolve(run_dir, job_dir)
     entries = look(run_dir, job_dir)
     unknown = set(iterations) - {entry.iteration for entry in entries}
     if unknown:
@@ -282,9 +311,9 @@ def verify(iterations: tuple[int, ...], run_dir: str | None, job_dir: str | None
 
 @ckpt.command()
 @click.argument("iteration", default="newest")
-@_places
+@places
 @click.option("--cap", type=click.FloatRange(min=1), help="Limit of all movers together, bytes/s.")
-@_json
+@as_json_option
 def drain(iteration: str, run_dir: str | None, job_dir: str | None, cap: float | None, as_json: bool) -> None:
     """Drain a checkpoint now: over all nodes of the job when run inside one, else of this node alone."""
     place = from_env(os.environ)
@@ -337,6 +366,18 @@ def _size(value: object) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _metrics(value: object) -> str:
+    return " ".join(f"{name}={number:g}" for name, number in value.items()) if isinstance(value, dict) else ""
+
+
+def _kept(row: Mapping[str, object]) -> str:
+    """Why the drained file stays; nothing where there is none, or where there are no rules."""
+    words = row["kept"] if isinstance(row["kept"], list) else []
+    if not row["file"]:
+        return ""
+    return ", ".join(map(str, words)) if words else "goes with the next deletion"
 
 
 def _age(value: object) -> str:

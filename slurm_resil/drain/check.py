@@ -39,15 +39,15 @@ def shard_flaws(job_dir: str, iteration: int, done: Callable[[int], None] = lamb
                 flaws.append(f"slot {path} of rank {manifest.rank} is missing")
                 continue
             try:
-                flaws += _outer_flaws(fd, path, manifest)
-                flaws += [flaw for item in manifest.items if (flaw := _item_flaw(fd, path, manifest, item, done))]
+                flaws += outer_flaws(fd, path, manifest)
+                flaws += [flaw for item in manifest.items if (flaw := item_flaw(fd, path, manifest, item, done))]
             finally:
                 os.close(fd)
     return flaws
 
 
-def _outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
-    """What is wrong with a slot around its items: its stamp, and the file's structure."""
+def outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
+    """Say what is wrong with a slot around its items: its stamp, and the file's structure."""
 
     def read(start: int, stop: int) -> Bytes:
         data = np.empty(stop - start, np.uint8)
@@ -66,7 +66,8 @@ def _outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
     return flaws
 
 
-def _item_flaw(fd: int, path: str, manifest: ShardManifest, item: Item, done: Callable[[int], None]) -> str:
+def item_flaw(fd: int, path: str, manifest: ShardManifest, item: Item, done: Callable[[int], None]) -> str:
+    """Compare an item of a slot that is open as ``fd`` with its hash; says what is wrong, empty if nothing is."""
     state = blocks.ItemHash(item.block_bytes)
     buffer = np.empty(min(READ_BYTES, max(item.nbytes, 1)), np.uint8)
     try:
@@ -109,14 +110,15 @@ def drained_flaws(run_dir: str, iteration: int, done: Callable[[int], None] = la
             view = buffer[: min(manifest.block_bytes, size - begin)].data
             pread_into(fd, view, begin, path)
             if digest(view) != expected:
-                flaws.append(f"{path}: block {block} is damaged{_inside(manifest, begin, begin + len(view))}")
+                flaws.append(f"{path}: block {block} is damaged{inside(manifest, begin, begin + len(view))}")
             done(len(view))
         return flaws
     finally:
         os.close(fd)
 
 
-def _inside(manifest: DrainedManifest, begin: int, end: int) -> str:
+def inside(manifest: DrainedManifest, begin: int, end: int) -> str:
+    """Name in words what lies in a range of bytes of a drained file."""
     names = [
         item.name if item.rank is None else f"{item.name} of rank {item.rank}"
         for item in manifest.items

@@ -21,14 +21,6 @@ from slurm_resil.format import layout
 
 USER_BLOCK_BYTES = 4096  # of a slot: room for the stamps, in front of the HDF5 superblock
 
-# name -> (bytes, sign, exponent position, exponent bits, mantissa position, mantissa bits, exponent bias)
-_CUSTOM_FLOATS = {
-    "torch.bfloat16": (2, 15, 7, 8, 0, 7, 127),
-    "torch.float8_e4m3fn": (1, 7, 3, 4, 0, 3, 7),
-    "torch.float8_e5m2": (1, 7, 2, 5, 0, 2, 15),
-    "torch.float8_e4m3fnuz": (1, 7, 3, 4, 0, 3, 8),
-    "torch.float8_e5m2fnuz": (1, 7, 2, 5, 0, 2, 16),
-}
 _NATIVE = {
     "b1": h5t.STD_U8LE,
     "u1": h5t.STD_U8LE,
@@ -181,8 +173,8 @@ def _file_type(dtype: str) -> Any:
     size = layout.itemsize(dtype)
     if dtype in layout.BYTES_DTYPES:
         return h5t.STD_U8LE
-    if dtype in _CUSTOM_FLOATS:
-        nbytes, sign, epos, ebits, mpos, mbits, bias = _CUSTOM_FLOATS[dtype]
+    if dtype in layout.CUSTOM_FLOATS:
+        nbytes, sign, epos, ebits, mpos, mbits, bias = layout.CUSTOM_FLOATS[dtype]
         float_ = h5t.IEEE_F16LE.copy()
         float_.set_fields(sign, epos, ebits, mpos, mbits)
         float_.set_size(nbytes)

@@ -45,6 +45,14 @@ _TORCH_SIZES = {
     "float4_e2m1fn_x2": 1,  # two numbers
 }
 TORCH_DTYPES = tuple(f"torch.{name}" for name in _TORCH_SIZES)
+# name -> (bytes, sign, exponent position, exponent bits, mantissa position, mantissa bits, exponent bias)
+CUSTOM_FLOATS = {
+    "torch.bfloat16": (2, 15, 7, 8, 0, 7, 127),
+    "torch.float8_e4m3fn": (1, 7, 3, 4, 0, 3, 7),
+    "torch.float8_e5m2": (1, 7, 2, 5, 0, 2, 15),
+    "torch.float8_e4m3fnuz": (1, 7, 3, 4, 0, 3, 8),
+    "torch.float8_e5m2fnuz": (1, 7, 2, 5, 0, 2, 16),
+}
 BYTES_DTYPES = ("json", "bytes")  # one element is one byte
 
 

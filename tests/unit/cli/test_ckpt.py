@@ -14,15 +14,10 @@ import pytest
 from slurm_resil.core import paths
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drain"))
+sys.path.insert(0, str(Path(__file__).parent))
 
+from command import ckpt
 from shardworld import World, build
-
-
-def ckpt(*arguments: str, env: dict[str, str] | None = None, world: World | None = None):
-    argv = [sys.executable, "-m", "slurm_resil", "ckpt", *arguments]
-    if world is not None:
-        argv += ["--run-dir", world.run_dir, "--job-dir", world.job_dir(0)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env={**os.environ, **(env or {})})
 
 
 @pytest.fixture

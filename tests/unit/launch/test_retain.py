@@ -11,37 +11,19 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stock import drained, left
+
 from slurm_resil.catalog import RunCatalog
 from slurm_resil.core import faults, fsio, paths, pins
 from slurm_resil.core.errors import ServiceError
 from slurm_resil.core.retention import Retention, parse_best
 from slurm_resil.drain.lease import Lease
 from slurm_resil.drain.lease import path as lease_path
-from slurm_resil.format.manifest import DrainedManifest
 from slurm_resil.launch.retain import EVIDENCE_KEPT, Pruner
 
 ONE = Retention(keep_last=1)
-
-
-def drained(run: Path, *iterations: int, size: int = 100, run_id: str = "r", **metrics: float) -> None:
-    run.mkdir(exist_ok=True)
-    for iteration in iterations:
-        file = paths.drained(str(run), iteration)
-        Path(file).write_bytes(bytes(size))
-        DrainedManifest(
-            run_id=run_id,
-            job_id=1,
-            attempt=0,
-            iteration=iteration,
-            world_size=2,
-            file=os.path.basename(file),
-            file_bytes=size,
-            block_bytes=4096,
-            blocks=("x",),
-            items=(),
-            created_s=1000.0 + iteration,
-            metrics=metrics,
-        ).publish(paths.drained_manifest(str(run), iteration), sync=False)
 
 
 @pytest.fixture
@@ -52,10 +34,6 @@ def run(tmp_path: Path) -> Path:
 
 def names(run: Path) -> list[str]:
     return sorted(os.listdir(run))
-
-
-def left(run: Path) -> list[int]:
-    return sorted(RunCatalog(str(run), run_id="r").durable())
 
 
 def test_it_deletes_what_no_rule_keeps(run):

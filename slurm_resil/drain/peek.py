@@ -1,0 +1,186 @@
+"""Random reads of one tensor of a checkpoint: of the drained file, or of a shard in this node's burst buffer.
+
+Nothing is given that was not verified: of a drained file every block that is touched, of a shard the whole item, since
+its hash is over all of it. Memory is bounded, however large the tensor is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slurm_resil.comm.base import Bytes
+from slurm_resil.core import paths, pins
+from slurm_resil.core.errors import DataError, UsageError
+from slurm_resil.drain import check
+from slurm_resil.drain.shards import pread_into
+from slurm_resil.format import layout
+from slurm_resil.format.decode import Array, decode
+from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Item, ShardManifest, digest
+
+CHUNK_BYTES = 8 << 20
+Read = Callable[[int, int], Bytes]  # verified bytes from .. to of the item
+Index = tuple[range, ...]  # which elements of each dimension; the steps are positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """A part of a tensor.
+
+    Attributes:
+        index: Elements of each dimension.
+        shape: Shape of the part: dimensions of which one element was named are gone.
+    """
+
+    index: Index
+    shape: tuple[int, ...]
+
+
+def select(text: str, shape: Sequence[int]) -> Selection:
+    """Read a part as numpy would write it: ``0:2,:,5``, ``...,-1``, ``::4``; empty: everything.
+
+    Raises:
+        UsageError: It is none, or it is outside of the shape.
+    """
+    mend = f"the shape is {tuple(shape)}; write a number or START:STOP[:STEP] for each dimension, as in 0:2,:,5"
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if parts.count("...") > 1 or len(parts) - parts.count("...") > len(shape):
+        raise UsageError(f"--slice {text!r} has too many dimensions", mend=mend)
+    missing = [":"] * (len(shape) - len(parts) + parts.count("..."))
+    at = parts.index("...") if "..." in parts else len(parts)
+    parts = parts[:at] + missing + parts[at + 1 :]
+    index, left = [], []
+    for part, size in zip(parts, shape, strict=True):
+        try:
+            numbers = [int(word) if word.strip() else None for word in part.split(":")]
+        except ValueError as error:
+            raise UsageError(f"--slice {text!r}: {part!r} is no range", mend=mend) from error
+        if len(numbers) == 1 and numbers[0] is not None and -size <= numbers[0] < size:
+            index.append(range(size)[numbers[0] : numbers[0] + 1 or None])
+        elif 2 <= len(numbers) <= 3 and (len(numbers) < 3 or numbers[2] is None or numbers[2] > 0):
+            index.append(range(size)[slice(*numbers)])
+            left.append(len(index[-1]))
+        else:
+            raise UsageError(f"--slice {text!r}: {part!r} is no range in 0:{size}", mend=mend)
+    return Selection(index=tuple(index), shape=tuple(left))
+
+
+def parts(item: Item | DrainedItem, index: Index, read: Read) -> Iterator[Array]:
+    """Give the elements of a part of an item in row-major order, decoded, in pieces of bounded size.
+
+    Args:
+        item: It.
+        index: Which elements.
+        read: Reads verified bytes of it.
+
+    Raises:
+        DataError: It is damaged.
+    """
+    if all(index) and item.nbytes:
+        for raw in _walk(0, item.shape, index, layout.itemsize(item.dtype), read):
+            yield decode(item.dtype, raw)
+
+
+def _walk(at: int, shape: tuple[int, ...], index: Index, size: int, read: Read) -> Iterator[Bytes]:
+    """Bytes of a part of what begins at a byte: contiguous runs, groups of rows, or row by row where one is large."""
+    if all(len(chosen) == whole for chosen, whole in zip(index, shape, strict=True)):
+        stop, step = at + math.prod(shape) * size, max(CHUNK_BYTES // size, 1) * size
+        for start in range(at, stop, step):
+            yield read(start, min(start + step, stop))
+        return
+    rows, row = index[0], math.prod(shape[1:]) * size
+    if row > CHUNK_BYTES:
+        for one in rows:
+            yield from _walk(at + one * row, shape[1:], index[1:], size, read)
+        return
+    count = max(CHUNK_BYTES // row // rows.step, 1)
+    inner = tuple(slice(one.start, one.stop, one.step) for one in index[1:])
+    for first in range(0, len(rows), count):
+        group = rows[first : first + count]
+        raw = read(at + group[0] * row, at + (group[-1] + 1) * row)
+        cells = raw.view(f"V{size}").reshape(-1, *shape[1:])[(slice(None, None, rows.step), *inner)]
+        yield np.ascontiguousarray(cells).reshape(-1).view(np.uint8)
+
+
+@contextlib.contextmanager
+def drained(run_dir: str, manifest: DrainedManifest, item: DrainedItem) -> Iterator[Read]:
+    """Open an item of a drained file; retention leaves the file alone meanwhile.
+
+    Raises:
+        DataError: The file is missing or truncated; when read: a block is damaged, naming what lies in it.
+    """
+    path = os.path.join(run_dir, os.path.basename(manifest.file))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing", path=path, fault="missing") from error
+    base, size = item.offset or 0, manifest.block_bytes
+    known: dict[int, Bytes] = {}  # the last block: parts that follow each other share one
+
+    def block(number: int) -> Bytes:
+        if number not in known:
+            begin = number * size
+            data = np.empty(min(size, manifest.file_bytes - begin), np.uint8)
+            pread_into(fd, data.data, begin, path)
+            if digest(data) != manifest.blocks[number]:
+                words = check.inside(manifest, begin, begin + len(data))
+                raise DataError(f"{path}: block {number} is damaged{words}", path=path, fault="flipped")
+            known.clear()
+            known[number] = data
+        return known[number]
+
+    def read(start: int, stop: int) -> Bytes:
+        out = np.empty(stop - start, np.uint8)
+        at = base + start
+        while at < base + stop:
+            number, skip = divmod(at, size)
+            piece = block(number)[skip : skip + base + stop - at]
+            out[at - base - start : at - base - start + len(piece)] = piece
+            at += len(piece)
+        return out
+
+    try:
+        pins.share(fd)
+        found = os.fstat(fd).st_size
+        if found != manifest.file_bytes or len(manifest.blocks) != -(-found // size):
+            raise DataError(
+                f"{path} is truncated: {found} bytes of {manifest.file_bytes}", path=path, fault="truncated"
+            )
+        yield read
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def local(job_dir: str, manifest: ShardManifest, item: Item) -> Iterator[Read]:
+    """Open an item of a shard on this node; its slot is not given away meanwhile.
+
+    Raises:
+        DataError: The shard is gone, or the item is damaged.
+    """
+    path = os.path.join(job_dir, "slots", os.path.basename(manifest.slot))
+    with pins.hold(job_dir, manifest.iteration), contextlib.ExitStack() as stack:
+        if not os.path.exists(paths.manifest(job_dir, manifest.iteration, manifest.rank)):
+            raise DataError(f"the shard of rank {manifest.rank} was given up a moment ago", path=path, fault="stale")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise DataError(f"slot {path} is missing", path=path, fault="missing") from error
+        stack.callback(os.close, fd)
+        flaws = check.outer_flaws(fd, path, manifest)
+        flaws += [flaw] if (flaw := check.item_flaw(fd, path, manifest, item, lambda _: None)) else []
+        if flaws:
+            raise DataError("; ".join(flaws), path=path, fault="flipped")
+        base = item.offset or 0
+
+        def read(start: int, stop: int) -> Bytes:
+            out = np.empty(stop - start, np.uint8)
+            pread_into(fd, out.data, base + start, path)
+            return out
+
+        yield read
