@@ -1,7 +1,7 @@
 """Random reads of one tensor of a checkpoint: of the drained file, or of a shard in this node's burst buffer.
 
-Nothing is given that was not verified: of a drained file every block that is touched, of a shard the whole item, since
-its hash is over all of it. Memory is bounded, however large the tensor is.
+Nothing is given that was not verified, and no more is read than the blocks that are touched (of a shard from before
+there were blocks, the whole item). Memory is bounded, however large the tensor is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slurm_resil.core import paths, pins
 from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.drain import check
 from slurm_resil.drain.shards import pread_into
-from slurm_resil.format import layout
+from slurm_resil.format import blocks, layout
 from slurm_resil.format.decode import Array, decode
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Item, ShardManifest, digest
 
@@ -107,6 +107,56 @@ def _walk(at: int, shape: tuple[int, ...], index: Index, size: int, read: Read) 
         yield np.ascontiguousarray(cells).reshape(-1).view(np.uint8)
 
 
+class _Verified:
+    """Bytes of an open file in verified blocks; keeps the last block, which parts that follow each other share.
+
+    Args:
+        fd: The file.
+        where: Its name, for errors.
+        first: Byte of the file at which the first block begins.
+        nbytes: Bytes of all blocks.
+        block_bytes: Size of a block; the last one may be shorter.
+        hash_of: Hash that a block should have.
+        words: Says in words what is wrong if a block has another one.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        where: str,
+        *,
+        first: int,
+        nbytes: int,
+        block_bytes: int,
+        hash_of: Callable[[int], str],
+        words: Callable[[int], str],
+    ) -> None:
+        self._fd, self._where, self._first, self._nbytes = fd, where, first, nbytes
+        self._size, self._hash_of, self._words = block_bytes, hash_of, words
+        self._known: tuple[int, Bytes] | None = None
+
+    def read(self, start: int, stop: int) -> Bytes:
+        """Bytes from .. to, counted from the first block."""
+        out = np.empty(stop - start, np.uint8)
+        at = start
+        while at < stop:
+            number, skip = divmod(at, self._size)
+            piece = self._block(number)[skip : skip + stop - at]
+            out[at - start : at - start + len(piece)] = piece
+            at += len(piece)
+        return out
+
+    def _block(self, number: int) -> Bytes:
+        if self._known is None or self._known[0] != number:
+            begin = number * self._size
+            data = np.empty(min(self._size, self._nbytes - begin), np.uint8)
+            pread_into(self._fd, data.data, self._first + begin, self._where)
+            if digest(data) != self._hash_of(number):
+                raise DataError(f"{self._where}: {self._words(number)}", path=self._where, fault="flipped")
+            self._known = number, data
+        return self._known[1]
+
+
 @contextlib.contextmanager
 def drained(run_dir: str, manifest: DrainedManifest, item: DrainedItem) -> Iterator[Read]:
     """Open an item of a drained file; retention leaves the file alone meanwhile.
@@ -115,45 +165,21 @@ def drained(run_dir: str, manifest: DrainedManifest, item: DrainedItem) -> Itera
         DataError: The file is missing or truncated; when read: a block is damaged, naming what lies in it.
     """
     path = os.path.join(run_dir, os.path.basename(manifest.file))
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", path=path, fault="missing") from error
-    base, size = item.offset or 0, manifest.block_bytes
-    known: dict[int, Bytes] = {}  # the last block: parts that follow each other share one
-
-    def block(number: int) -> Bytes:
-        if number not in known:
-            begin = number * size
-            data = np.empty(min(size, manifest.file_bytes - begin), np.uint8)
-            pread_into(fd, data.data, begin, path)
-            if digest(data) != manifest.blocks[number]:
-                words = check.inside(manifest, begin, begin + len(data))
-                raise DataError(f"{path}: block {number} is damaged{words}", path=path, fault="flipped")
-            known.clear()
-            known[number] = data
-        return known[number]
-
-    def read(start: int, stop: int) -> Bytes:
-        out = np.empty(stop - start, np.uint8)
-        at = base + start
-        while at < base + stop:
-            number, skip = divmod(at, size)
-            piece = block(number)[skip : skip + base + stop - at]
-            out[at - base - start : at - base - start + len(piece)] = piece
-            at += len(piece)
-        return out
-
-    try:
+    with _opened(path) as fd:
         pins.share(fd)
-        found = os.fstat(fd).st_size
+        found, size = os.fstat(fd).st_size, manifest.block_bytes
         if found != manifest.file_bytes or len(manifest.blocks) != -(-found // size):
-            raise DataError(
-                f"{path} is truncated: {found} bytes of {manifest.file_bytes}", path=path, fault="truncated"
-            )
-        yield read
-    finally:
-        os.close(fd)
+            words = f"{path} is truncated: {found} bytes of {manifest.file_bytes}"
+            raise DataError(words, path=path, fault="truncated")
+
+        def damaged(number: int) -> str:
+            return f"block {number} is damaged{check.inside(manifest, number * size, (number + 1) * size)}"
+
+        file = _Verified(
+            fd, path, first=0, nbytes=found, block_bytes=size, hash_of=manifest.blocks.__getitem__, words=damaged
+        )
+        base = item.offset or 0
+        yield lambda start, stop: file.read(base + start, base + stop)
 
 
 @contextlib.contextmanager
@@ -161,26 +187,52 @@ def local(job_dir: str, manifest: ShardManifest, item: Item) -> Iterator[Read]:
     """Open an item of a shard on this node; its slot is not given away meanwhile.
 
     Raises:
-        DataError: The shard is gone, or the item is damaged.
+        DataError: The shard is gone, or its structure is damaged; when read: a block of the item is damaged.
     """
     path = os.path.join(job_dir, "slots", os.path.basename(manifest.slot))
-    with pins.hold(job_dir, manifest.iteration), contextlib.ExitStack() as stack:
+    with pins.hold(job_dir, manifest.iteration):
         if not os.path.exists(paths.manifest(job_dir, manifest.iteration, manifest.rank)):
             raise DataError(f"the shard of rank {manifest.rank} was given up a moment ago", path=path, fault="stale")
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise DataError(f"slot {path} is missing", path=path, fault="missing") from error
-        stack.callback(os.close, fd)
-        flaws = check.outer_flaws(fd, path, manifest)
-        flaws += [flaw] if (flaw := check.item_flaw(fd, path, manifest, item, lambda _: None)) else []
-        if flaws:
-            raise DataError("; ".join(flaws), path=path, fault="flipped")
-        base = item.offset or 0
+        with _opened(path) as fd:
+            flaws = check.outer_flaws(fd, path, manifest)
+            if flaws:
+                raise DataError("; ".join(flaws), path=path, fault="flipped")
+            if not item.block_bytes and item.nbytes > CHUNK_BYTES:  # sealed before there were blocks
+                flaw = check.item_flaw(fd, path, manifest, item, lambda _: None)
+                if flaw:
+                    raise DataError(flaw, path=path, fault="flipped")
+                yield _plain(fd, path, item.offset or 0)
+                return
+            file = _Verified(
+                fd,
+                path,
+                first=item.offset or 0,
+                nbytes=item.nbytes,
+                block_bytes=item.block_bytes or max(item.nbytes, 1),
+                hash_of=lambda number: blocks.block_hash(item, number),
+                words=lambda number: (
+                    f"{blocks.words(item, number)} of rank {manifest.rank} do not match the hash of the seal"
+                ),
+            )
+            yield file.read
 
-        def read(start: int, stop: int) -> Bytes:
-            out = np.empty(stop - start, np.uint8)
-            pread_into(fd, out.data, base + start, path)
-            return out
 
-        yield read
+def _plain(fd: int, path: str, base: int) -> Read:
+    def read(start: int, stop: int) -> Bytes:
+        out = np.empty(stop - start, np.uint8)
+        pread_into(fd, out.data, base + start, path)
+        return out
+
+    return read
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing", path=path, fault="missing") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -15,7 +15,7 @@ from shardworld import ITERATION, World, build
 from slurm_resil.core import paths, pins
 from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.drain import peek
-from slurm_resil.format.manifest import DrainedManifest, Item
+from slurm_resil.format.manifest import DrainedManifest, Item, digest_of_blocks
 
 
 def item(array: np.ndarray) -> Item:
@@ -151,9 +151,36 @@ def test_every_item_of_a_shard(world):
             assert local(world, rank, name).tobytes() == one.data.tobytes(), name
 
 
+@pytest.mark.parametrize("block_bytes", [0, 512])
+def test_of_a_large_item_only_the_blocks_that_are_touched_count(world, monkeypatch, block_bytes):
+    """Without blocks, as in manifests of version 1, all of it does."""
+    monkeypatch.setattr(peek, "CHUNK_BYTES", 1024)
+    array = world.states[0]["model/same"].data
+    raw, old = array.tobytes(), world.manifest(0)
+    hashes = tuple(peek.digest(raw[at : at + 512]) for at in range(0, len(raw), 512)) if block_bytes else ()
+    whole = digest_of_blocks(hashes) if block_bytes else peek.digest(raw)
+    changed = [
+        replace(one, block_bytes=block_bytes, blocks=hashes, xxh3=whole) if one.name == "model/same" else one
+        for one in old.items
+    ]
+    world.edit(0, items=tuple(changed))
+    assert local(world, 0, "model/same").tobytes() == raw
+    world.flip(0, "model/same", at=len(raw) - 700)
+    manifest = world.manifest(0)
+    one = next(i for i in manifest.items if i.name == "model/same")
+    try:
+        with peek.local(world.job_dir(0), manifest, one) as read:
+            assert read(0, 1024).tobytes() == raw[:1024]
+            assert block_bytes
+            with pytest.raises(DataError, match=r"bytes \d+ to \d+ of model/same of rank 0 do not match"):
+                read(1024, len(raw))
+    except DataError as error:
+        assert not block_bytes and "model/same" in error.message
+
+
 def test_a_damaged_shard_gives_nothing(world):
     world.flip(0, "model/same")
-    with pytest.raises(DataError, match=r"model/same of rank 0 .* does not match"):
+    with pytest.raises(DataError, match=r"model/same of rank 0 do not match"):
         local(world, 0, "model/same")
     assert local(world, 0, "model/rows").size  # another item is right
     with open(world.slot(1), "r+b") as slot:
