@@ -313,13 +313,17 @@ def verify(iterations: tuple[int, ...], run_dir: str | None, job_dir: str | None
 @click.argument("iteration", default="newest")
 @places
 @click.option("--cap", type=click.FloatRange(min=1), help="Limit of all movers together, bytes/s.")
+@click.option("--prune", "prunes", is_flag=True, help="Then delete what the retention settings do not keep.")
 @as_json_option
-def drain(iteration: str, run_dir: str | None, job_dir: str | None, cap: float | None, as_json: bool) -> None:
+def drain(
+    iteration: str, run_dir: str | None, job_dir: str | None, cap: float | None, prunes: bool, as_json: bool
+) -> None:
     """Drain a checkpoint now: over all nodes of the job when run inside one, else of this node alone."""
     place = from_env(os.environ)
     argv = [sys.executable, "-m", "slurm_resil", "mover", "drain", "--run-dir", run_dir or place.run_dir]
     argv += ["--job-dir", job_dir or place.job_dir, "--iteration", iteration]
     argv += ["--cap", str(cap)] if cap else []
+    argv += ["--prune"] if prunes else []
     argv += ["--json"] if as_json else []
     if place.info.nodes > 1:
         srun = shutil.which("srun")

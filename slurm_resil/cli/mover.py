@@ -14,13 +14,16 @@ from typing import Any
 
 import click
 
+from slurm_resil.cli.prune import retention
 from slurm_resil.comm import mpi
 from slurm_resil.comm.base import Communicator
 from slurm_resil.comm.local import LocalCommunicator
 from slurm_resil.core import errors
 from slurm_resil.core.errors import ResilError, UsageError
+from slurm_resil.core.retention import Retention
 from slurm_resil.drain import priority
 from slurm_resil.drain.collective import BUFFER_BYTES, Options, Outcome, Progress, drain
+from slurm_resil.launch.retain import Pruner
 
 REPORT_EVERY_S = 1.0
 
@@ -185,6 +188,7 @@ def mover() -> None:
     show_default=True,
     help="What SIGTERM means. Slurm sends it to every step when a grace period starts: 'finish' then goes on.",
 )
+@click.option("--prune", "prunes", is_flag=True, help="Then delete what the retention settings do not keep.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines; the last one has the event 'drained' or 'failed'.")
 def drain_command(
     run_dir: str,
@@ -196,6 +200,7 @@ def drain_command(
     transport: str,
     nice: bool,
     on_term: str,
+    prunes: bool,
     as_json: bool,
 ) -> None:
     """Write one checkpoint into one file of global tensors, verify and publish it.
@@ -205,6 +210,8 @@ def drain_command(
     stopped it, 78 when a directory is missing, 1 when storage refuses. Nothing is published unless it ends with 0.
     """
     from slurm_resil.drain.skeleton import skeleton  # h5py: not for --help
+
+    rules = retention(os.environ) if prunes else Retention()
 
     options = Options(buffer_bytes=buffer_bytes, cap_bytes_s=cap, hints=hints, owner=os.path.basename(job_dir))
     stop = Stop()
@@ -244,4 +251,17 @@ def drain_command(
     except Exception:  # noqa: BLE001 - a fault of the program: the other ranks would wait for ever
         traceback.print_exc()
         comm.abort(errors.EXIT_FAILED)
+    if rules.deletes and comm.rank == 0:
+        _prune(screen, run_dir, rules)
     report(screen, outcome)
+
+
+def _prune(screen: Screen, run_dir: str, rules: Retention) -> None:
+    """Delete old checkpoints. The new one is durable, whatever comes of this."""
+    try:
+        done = Pruner(run_dir, rules).prune()
+    except ResilError as error:
+        screen.line("prune_failed", error=str(error))
+        return
+    left = {str(iteration): why for iteration, why in (done.left | done.failed).items()}
+    screen.line("pruned", iterations=done.deleted, bytes=done.nbytes, left=left)

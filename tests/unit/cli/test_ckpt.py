@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_resil.catalog import RunCatalog
 from slurm_resil.core import paths
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drain"))
@@ -158,3 +159,14 @@ def test_drain_of_one_node(world):
     assert again.returncode == 0 and "already=True" in again.stdout
     assert ckpt("drain", "25", world=world).returncode == 75
     assert ckpt("drain", "x", world=world).returncode == 2
+
+
+def test_drain_by_hand_deletes_the_old_one_if_asked_to(world):
+    env = {"SLURM_RESIL_KEEP_LAST": "1", "SLURM_RESIL_RUN_ID": "run-7"}
+    for arguments, left in ((("--prune",), [10]), ((), [20, 10]), (("--prune",), [20])):
+        done = ckpt("drain", "20" if left[0] == 20 else "10", "--json", *arguments, env=env, world=world)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert lines[-1]["event"] == "drained"
+        assert RunCatalog(world.run_dir).durable() == left
+    assert {"event": "pruned", "iterations": [10], "left": {}}.items() <= lines[-2].items()
