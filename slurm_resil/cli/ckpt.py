@@ -16,6 +16,7 @@ import click
 
 from slurm_resil.agent.place import from_env
 from slurm_resil.catalog import RunCatalog
+from slurm_resil.cli.export import export
 from slurm_resil.cli.places import as_json_option, names, places, resolve
 from slurm_resil.cli.prune import keep, prune, retention
 from slurm_resil.cli.tensor import VALUES
@@ -151,6 +152,7 @@ def ckpt() -> None:
 
 ckpt.add_command(prune)
 ckpt.add_command(keep)
+ckpt.add_command(export)
 
 
 @ckpt.command("ls")

@@ -24,7 +24,7 @@ from slurm_resil.format.decode import Array, decode
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Item, ShardManifest, digest
 
 CHUNK_BYTES = 8 << 20
-Read = Callable[[int, int], Bytes]  # verified bytes from .. to of the item
+Read = Callable[[int, int], Bytes]  # verified bytes from .. to, of an item if nothing else is said
 Index = tuple[range, ...]  # which elements of each dimension; the steps are positive
 
 
@@ -159,7 +159,15 @@ class _Verified:
 
 @contextlib.contextmanager
 def drained(run_dir: str, manifest: DrainedManifest, item: DrainedItem) -> Iterator[Read]:
-    """Open an item of a drained file; retention leaves the file alone meanwhile.
+    """Open an item of a drained file, see :func:`drained_file`."""
+    with drained_file(run_dir, manifest) as read:
+        base = item.offset or 0
+        yield lambda start, stop: read(base + start, base + stop)
+
+
+@contextlib.contextmanager
+def drained_file(run_dir: str, manifest: DrainedManifest) -> Iterator[Read]:
+    """Open a drained file, whose bytes are then read as they are; retention leaves it alone meanwhile.
 
     Raises:
         DataError: The file is missing or truncated; when read: a block is damaged, naming what lies in it.
@@ -178,8 +186,7 @@ def drained(run_dir: str, manifest: DrainedManifest, item: DrainedItem) -> Itera
         file = _Verified(
             fd, path, first=0, nbytes=found, block_bytes=size, hash_of=manifest.blocks.__getitem__, words=damaged
         )
-        base = item.offset or 0
-        yield lambda start, stop: file.read(base + start, base + stop)
+        yield file.read
 
 
 @contextlib.contextmanager
