@@ -195,7 +195,7 @@ class Supervisor:
             case _Host():
                 return happened.event
             case e.Restored():
-                durable = newest_durable(self._job.run_dir)
+                durable = newest_durable(self._job.run_dir, up_to=happened.iteration)
                 self._record(restored=happened.iteration)
                 return m.Restored(iteration=happened.iteration, cycle=happened.cycle, durable=durable)
             case e.RestoreFailed():
@@ -461,10 +461,15 @@ class Supervisor:
         self._code = action.code
 
 
-def newest_durable(run_dir: str) -> int:
-    """Newest drained iteration of a run, 0 if there is none or nobody can tell."""
+def newest_durable(run_dir: str, *, up_to: int | None = None) -> int:
+    """Newest drained iteration of a run, 0 if there is none or nobody can tell.
+
+    Args:
+        run_dir: Run's directory.
+        up_to: What training goes on from: a newer one could not be restored, and the drains begin again below it.
+    """
     with contextlib.suppress(OSError):
-        return max(drained_iterations(run_dir), default=0)
+        return max((one for one in drained_iterations(run_dir) if up_to is None or one <= up_to), default=0)
     return 0
 
 

@@ -120,7 +120,7 @@ def test_damage_is_found_on_the_way_and_an_old_export_stays(world, tmp_path):
 
 def test_every_type_has_a_name_or_is_said_to_have_none():
     without = {name for name in layout.TORCH_DTYPES if safetensors.dtype_name(name) is None}
-    assert without == {"torch.complex32", "torch.complex128", "torch.float8_e8m0fnu"}
+    assert without == {*("torch.complex32", "torch.complex128", "torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")}
     assert safetensors.dtype_name("numpy.<f4") == "F32" and safetensors.dtype_name("numpy.|b1") == "BOOL"
     for name in ("numpy.>f4", "numpy.<U3", "numpy.<M8[s]", "json", "numpy.|V4", "numpy.<c16"):
         assert safetensors.dtype_name(name) is None
