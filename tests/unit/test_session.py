@@ -177,7 +177,7 @@ def alone(work: Path) -> Iterator[Callable[[], Checkpointer]]:
     """Makes checkpointers in this process."""
     env = {"SLURM_RESIL_BB_ROOT": str(work / "bb"), "SLURM_RESIL_PREFIX": str(work / "pfs"), **NAMED}
     with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(Checkpointer.from_env({"n": 1}, every=10, env=env))
+        yield lambda **more: stack.enter_context(Checkpointer.from_env({"n": 1}, every=10, env=env, **more))
 
 
 def test_iterations_are_whole_numbers_that_rise(alone: Callable[[], Checkpointer]) -> None:
@@ -199,8 +199,11 @@ def test_iterations_are_whole_numbers_that_rise(alone: Callable[[], Checkpointer
     assert checkpointer.wait(timeout_s=20)
 
 
-def test_a_metric_is_kept_with_the_next_save_and_with_no_other(work: Path, alone: Callable[[], Checkpointer]) -> None:
-    checkpointer = alone()
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_metric_is_kept_with_the_next_save_and_with_no_other(
+    work: Path, alone: Callable[..., Checkpointer], lazy: bool
+) -> None:
+    checkpointer = alone(lazy=lazy)
     checkpointer.restore()
 
     def saved(iteration: int) -> dict[str, float]:
