@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # importing typing would cost the hooks as much time as t
 if TYPE_CHECKING:
     from slurm_resil.ckpt.options import LoadOptions as LoadOptions
     from slurm_resil.core.errors import ResilError as ResilError
+    from slurm_resil.integrations import dcp as dcp
     from slurm_resil.session import Checkpointer as Checkpointer
 
 __version__ = "0.1.0"
@@ -18,7 +19,8 @@ _PUBLIC = {
     "LoadOptions": "slurm_resil.ckpt.options",
     "ResilError": "slurm_resil.core.errors",
 }
-__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__"]
+_MODULES = {"dcp": "slurm_resil.integrations.dcp"}
+__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__", "dcp"]
 
 
 def __getattr__(name: str) -> object:
@@ -26,4 +28,8 @@ def __getattr__(name: str) -> object:
         import importlib
 
         return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _MODULES:
+        import importlib
+
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'slurm_resil' has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from slurm_resil.ckpt.state import Array
@@ -53,3 +54,11 @@ class Flat:
     def nbytes(self) -> int:
         """Bytes of all items."""
         return sum(item.nbytes for item in self.items)
+
+
+def raw_bytes(source: torch.Tensor | Array) -> memoryview:
+    """The bytes of a tensor or array in row-major order; a copy if its memory is not in that order, or not in reach."""
+    if isinstance(source, np.ndarray):
+        return memoryview(np.ascontiguousarray(source).reshape(-1).view(np.uint8).data)
+    local = source.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)

@@ -194,7 +194,7 @@ class Arena:
     def wanted(self, flat: Flat) -> Wanted:
         """Layout that a state needs."""
         if self._wanted is None or self._wanted[0] is not flat.items:
-            specs = tuple(map(_spec, flat.items))
+            specs = tuple(map(slot_spec, flat.items))
             self._wanted = (flat.items, Wanted(rank=self._rank, specs=specs))
         return self._wanted[1]
 
@@ -233,7 +233,7 @@ class Arena:
         wanted, slot = self.wanted(flat), self._slots.get(index)
         if slot is not None and slot.wanted.digest == wanted.digest and slot.file == _file(self._files.path(index)):
             if slot.flat_items != flat.items:  # what only the manifest has
-                slot.flat_items, slot.items, slot.segments = flat.items, tuple(_items(flat, slot.offsets)), None
+                slot.flat_items, slot.items, slot.segments = flat.items, tuple(slot_items(flat, slot.offsets)), None
             return slot
         self._unmap(index)
         laid, map_ = self._files.open(index, wanted)
@@ -241,7 +241,7 @@ class Arena:
         slot = self._slots[index] = _Slot(
             wanted=wanted,
             flat_items=flat.items,
-            items=tuple(_items(flat, laid.offsets)),
+            items=tuple(slot_items(flat, laid.offsets)),
             offsets=laid.offsets,
             map=map_,
             file=_file(self._files.path(index)),
@@ -266,7 +266,8 @@ def _file(path: str) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-def _spec(item: FlatItem) -> container.Spec:
+def slot_spec(item: FlatItem) -> container.Spec:
+    """Dataset of an item in a slot."""
     # what differs between saves is in the manifest; a slot says for itself what its bytes are
     attributes: dict[str, object] = {}
     if item.sharing == "sharded":
@@ -276,7 +277,8 @@ def _spec(item: FlatItem) -> container.Spec:
     )
 
 
-def _items(flat: Flat, offsets: tuple[int | None, ...]) -> Iterator[Item]:
+def slot_items(flat: Flat, offsets: tuple[int | None, ...]) -> Iterator[Item]:
+    """Items as manifests have them, without hashes."""
     for item, offset in zip(flat.items, offsets, strict=True):
         yield Item(
             name=item.name,

@@ -1,0 +1,1 @@
+"""What lets other libraries save and restore with this one."""
