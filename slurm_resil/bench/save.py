@@ -13,14 +13,15 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 import xxhash
 from torch import nn
 
-from slurm_resil.bench import workload
+from slurm_resil.bench import lazy, workload
+from slurm_resil.bench.held import Ticker, own_bytes
 from slurm_resil.bench.result import BenchResult
 from slurm_resil.bench.workload import FEW, MANY, SEALED_S, seconds
 from slurm_resil.core import paths
@@ -28,12 +29,6 @@ from slurm_resil.core.errors import ResilError
 from slurm_resil.session import Checkpointer
 
 _WARM = 4  # saves until every slot has been used once
-
-
-def _copy(targets: Sequence[torch.Tensor], model: nn.Module) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, model.parameters(), strict=True):
-            target.copy_(source)
 
 
 def _hash_slot(job_dir: str, size_bytes: int) -> None:
@@ -86,36 +81,91 @@ class _Peers:
             handle.result()
         return took
 
+    def dcp_async_process(self) -> float:
+        """The same with a process that writes, which DCP needs a process group for."""
+        from torch import distributed
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+        path = self._path("dcp-process")
+        if not distributed.is_initialized():
+            store = os.path.join(self._directory, "store")
+            distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+            self.close = distributed.destroy_process_group  # type: ignore[method-assign] # nothing to do before
+        began = time.perf_counter()
+        handle = async_save(
+            {"model": self._model.state_dict()},
+            checkpoint_id=path,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        took = time.perf_counter() - began
+        if isinstance(handle, Future):
+            handle.result()
+        return took
+
+    def close(self) -> None:
+        """End what was started."""
+
 
 def _samples(
     work: str, size_bytes: int, tensors: int, dtype: torch.dtype, repeats: int, *, peers: bool
 ) -> dict[str, list[float]]:
     model = workload.model(size_bytes, tensors, dtype)
-    targets = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    sources = [parameter.detach() for parameter in model.parameters()]
+    targets = [torch.zeros_like(source) for source in sources]
     found: dict[str, list[float]] = {}
     peer = _Peers(model, work)
     env = workload.environment(work)
     with workload.cores() as training, contextlib.ExitStack() as stack:
+        stack.callback(lambda: peer.close())
         training(False)
         checkpointer = stack.enter_context(Checkpointer.from_env({"model": model}, strict=True, env=env))
         checkpointer.restore()
         job_dir = workload.job_dir(work)
+        before = own_bytes()
         training(True)
+        found["prepare"] = [seconds(checkpointer.prepare)]
+        found["extra"] = []
         for number in range(1, _WARM + repeats + 1):
-            samples = {"copy": seconds(lambda: _copy(targets, model))}
+            samples = {"copy": seconds(lambda: workload.copy(targets, sources))}
             samples["save"] = seconds(functools.partial(checkpointer.save, number))
-            began = time.perf_counter()
-            if not checkpointer.wait(timeout_s=SEALED_S):
-                raise ResilError(f"a save was not sealed: {checkpointer.last_error}")
-            samples["seal"] = time.perf_counter() - began
+            samples["seal"] = seconds(functools.partial(_sealed, checkpointer))
+            found["extra"].append(float(own_bytes() - before))
             samples["hash"] = seconds(lambda: _hash_slot(job_dir, size_bytes))
             if peers and number > _WARM:
-                samples |= {"torch": peer.torch_save(), "dcp": peer.dcp(), "dcp_async": peer.dcp_async()}
+                samples |= {"torch": peer.torch_save(), "dcp": peer.dcp()}
+                samples |= {"dcp_async": peer.dcp_async(), "dcp_async_process": peer.dcp_async_process()}
             if number == 1:
                 found["first"] = [samples["save"]]
             if number > _WARM:
                 for name, value in samples.items():
                     found.setdefault(name, []).append(value)
+            if peers:  # what they keep is theirs
+                before = own_bytes()
+        found["held"] = _held(checkpointer, training, _WARM + repeats, repeats, lambda: workload.copy(targets, sources))
+    return found
+
+
+def _sealed(checkpointer: Checkpointer) -> None:
+    if not checkpointer.wait(timeout_s=SEALED_S):
+        raise ResilError(f"a save was not sealed: {checkpointer.last_error}")
+
+
+def _held(
+    checkpointer: Checkpointer,
+    training: Callable[[bool], None],
+    saved: int,
+    repeats: int,
+    plain: Callable[[], None],
+) -> list[float]:
+    """Seconds that a save holds the interpreter, over a plain copy, of which the same thread sees something too."""
+    training(False)
+    found = []
+    with Ticker() as ticker:
+        training(True)
+        for number in range(saved + 1, saved + 1 + repeats):
+            held = ticker.during(functools.partial(checkpointer.save, number))
+            _sealed(checkpointer)
+            found.append(max(0.0, held - ticker.during(plain)))
     return found
 
 
@@ -147,8 +197,16 @@ def measure(
         middle = {name: statistics.median(values) for name, values in samples.items()}
         ratios[f"save.eager_copy{suffix}"] = middle["save"] / middle["copy"]
         ratios[f"save.seal_hash{suffix}"] = middle["seal"] / middle["hash"]
+        if "dcp_async_process" in middle:
+            middle["dcp_async"] = min(middle["dcp_async"], middle["dcp_async_process"])
         for name in ("torch", "dcp", "dcp_async"):
             if name in middle:
                 ratios[f"save.peer_{name}"] = middle["save"] / middle[name]
+        ratios[f"save.first_later{suffix}"] = middle["first"] / middle["save"]
+        figures[f"gil_ms_per_100{suffix}"] = middle.pop("held") * 1000 / (tensors / 100)
+        figures[f"extra_bytes{suffix}"] = max(samples.pop("extra"))
+        del middle["extra"]
         figures |= {f"{name}{suffix}_s": value for name, value in middle.items()}
+    lazy_ratios, lazy_figures = lazy.measure(size_bytes, getattr(torch, dtype), repeats, directory)
+    ratios, figures = ratios | lazy_ratios, figures | lazy_figures
     return BenchResult(bench="save", size_bytes=size_bytes, repeats=repeats, ratios=ratios, figures=figures)

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,13 @@ def cores() -> Iterator[Callable[[bool], None]]:
     finally:
         os.sched_setaffinity(0, before)
         torch.set_num_threads(threads)
+
+
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors one by one, as anybody would."""
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -168,10 +168,7 @@ class SlotFiles:
                     os.unlink(name)
             map_: mmap.mmap | None = None
             try:
-                offsets, map_ = _new(temp, wanted)
-                spans = _spans(wanted.specs, offsets)
-                hash_ = frame.digest(lambda start, stop: map_[start:stop], spans, len(map_))
-                laid = Laid(wanted=wanted.digest, file_bytes=len(map_), offsets=offsets, frame=hash_)
+                laid, map_ = self._like_another(index, wanted, temp) or _new(temp, wanted)
                 fsio.write_atomic(self._laid_path(index), laid.to_bytes(), mode=0o600, sync=False)
                 os.replace(temp, path)
             except BaseException:
@@ -180,6 +177,26 @@ class SlotFiles:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temp)
                 raise
+        return laid, map_
+
+    def _like_another(self, index: int, wanted: Wanted, path: str) -> tuple[Laid, mmap.mmap] | None:
+        """Lay a file out as another slot is, without HDF5, which takes seconds for many thousands of datasets."""
+        like = next((one for one in range(self._count) if one != index and self.fits(one, wanted)), None)
+        laid = self._laid(like) if like is not None else None
+        if like is None or laid is None:
+            return None
+        fd = os.open(self.path(like), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "rb") as file, mmap.mmap(fd, laid.file_bytes, access=mmap.ACCESS_READ) as other:
+            if os.fstat(file.fileno()).st_size != laid.file_bytes:
+                return None
+            spans = list(_spans(wanted.specs, laid.offsets))
+            if frame.digest(lambda start, stop: other[start:stop], spans, len(other)) != laid.frame:
+                return None
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.truncate(path, laid.file_bytes)
+            map_ = _in_place(path, laid.file_bytes)
+            for start, stop in frame.gaps(spans, len(other)):
+                map_[start:stop] = other[start:stop]
         return laid, map_
 
     def _adopt(self, index: int, wanted: Wanted) -> tuple[Laid, mmap.mmap] | None:
@@ -277,26 +294,34 @@ def _spans(specs: Sequence[container.Spec], offsets: Sequence[int | None]) -> It
             yield offset, offset + layout.nbytes(spec.dtype, spec.shape)
 
 
-def _new(path: str, wanted: Wanted) -> tuple[tuple[int | None, ...], mmap.mmap]:
+def _new(path: str, wanted: Wanted) -> tuple[Laid, mmap.mmap]:
     skeleton = container.create_skeleton(
         path,
         wanted.specs,
         attributes={"format": "slurm_resil slot", "version": 1, "rank": wanted.rank},
         user_block_bytes=container.USER_BLOCK_BYTES,
     )
+    map_ = _in_place(path, skeleton.file_bytes)
+    spans = _spans(wanted.specs, skeleton.offsets)
+    hash_ = frame.digest(lambda start, stop: map_[start:stop], spans, len(map_))
+    return Laid(wanted=wanted.digest, file_bytes=len(map_), offsets=skeleton.offsets, frame=hash_), map_
+
+
+def _in_place(path: str, size: int) -> mmap.mmap:
+    """Map a file, every page in place."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if _huge_pages():  # they are given at a fault in such a mapping, not by fallocate
-            with mmap.mmap(fd, skeleton.file_bytes) as map_, contextlib.suppress(OSError):
+            with mmap.mmap(fd, size) as map_, contextlib.suppress(OSError):
                 map_.madvise(mmap.MADV_HUGEPAGE)
                 map_.madvise(_POPULATE_WRITE)  # space that is short is an error here, not a SIGBUS
         # every byte has its place now: later the copy cannot run out of space, which would be a SIGBUS
-        os.posix_fallocate(fd, 0, skeleton.file_bytes)
-        map_ = mmap.mmap(fd, skeleton.file_bytes)
+        os.posix_fallocate(fd, 0, size)
+        map_ = mmap.mmap(fd, size)
     finally:
         os.close(fd)
     _prefault(map_)
-    return skeleton.offsets, map_
+    return map_
 
 
 def _huge_pages() -> bool:
