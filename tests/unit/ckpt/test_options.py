@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
+import random
 
 import ckptworld as w
 import numpy as np
@@ -306,3 +308,60 @@ def test_conversion_of_other_things(stored):
         load(make(5, torch.float32, torch.complex64, np.float64, torch.int64), cast=True)
     with pytest.raises(StateError, match=r"c: torch.complex64 in the checkpoint, torch.float32 in the state"):
         load(make(5, torch.float32, torch.float32, np.float64, torch.int32), cast=True)
+
+
+def tree(n: float) -> dict:
+    """All kinds of containers; the same shape for every n."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=n, momentum=0.5)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(n)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, n)
+    inner = {"list": [n, [n, {"t": torch.tensor(n)}]], "tuple": (n, torch.tensor(n)), "plain": {"x": n, 3: n}}
+    return {"m": model, "o": optimizer, "d": inner, "box": Box(n=n), "n": n, "g": torch.Generator().manual_seed(int(n))}
+
+
+def leaves_of(state: dict) -> dict[str, object]:
+    """Everything that can be loaded alone, by the paths that the documentation promises."""
+    found = {f"m/{name}": value for name, value in state["m"].state_dict().items()}
+    for name, parameter in state["m"].named_parameters():
+        found[f"o/state/m/{name}"] = state["o"].state[parameter]["momentum_buffer"]
+    found |= {f"o/groups/0/{key}": value for key, value in state["o"].param_groups[0].items() if key != "params"}
+    inner = state["d"]
+    found |= {"d/list/0": inner["list"][0], "d/list/1/0": inner["list"][1][0], "d/list/1/1/t": inner["list"][1][1]["t"]}
+    found |= {"d/tuple/0": inner["tuple"][0], "d/tuple/1": inner["tuple"][1]}
+    found |= {"d/plain/x": inner["plain"]["x"], "d/plain/3": inner["plain"][3]}
+    return found | {"box": state["box"].value, "n": state["n"], "g": state["g"]}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_patterns_take_what_they_say(tmp_path, seed):
+    rng = random.Random(seed)
+    job = w.job(tmp_path)
+    state = tree(1.0)
+    w.save_new(job, state)
+    paths = list(leaves_of(state))
+
+    def pattern() -> str:
+        parts = rng.choice(paths).split("/")
+        parts = parts[: rng.randint(1, len(parts))]
+        return "/".join(rng.choice([part, part, "*", f"{part[0]}*"]) for part in parts)
+
+    include = [pattern() for _ in range(rng.randint(0, 3))]
+    exclude = [pattern() for _ in range(rng.randint(0, 2))]
+
+    def below(path: str, patterns: list[str]) -> bool:
+        parts = path.split("/")
+        above = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        return any(fnmatch.fnmatchcase(one, each) for one in above for each in patterns)
+
+    other = tree(2.0)
+    report = w.load(job, other, options=LoadOptions(include=include, exclude=exclude)).report
+    want = {path for path in paths if (not include or below(path, include)) and not below(path, exclude)}
+    source, before, now = (leaves_of(one) for one in (state, tree(2.0), other))
+    for path in paths:
+        assert w.bits(now[path]) == w.bits((source if path in want else before)[path]), (path, include, exclude)
+    assert all(below(path, report.skipped) for path in paths if path not in want)
+    assert not any(below(path, report.skipped) for path in want)

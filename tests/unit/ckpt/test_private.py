@@ -70,7 +70,9 @@ def test_fresh_leaves_private_state_alone(run_dir):
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.zero_()
-    w.load_drained(run_dir, state, 0, 2, private="fresh")
+    report = w.load_drained(run_dir, state, 0, 2, private="fresh").report
+    assert {"loader", "generator", "config/rank", "config/host/0", "model/1.running_mean"} <= set(report.kept)
+    assert not (report.skipped or report.missing or report.unexpected)
     assert w.bits(state) == w.bits(rank_state(17))  # parameters are shared and came back, the rest is as it was
 
 
