@@ -75,6 +75,16 @@ class LocalCatalog:
             raise DataError(f"{path} is swapped: it is of run {manifest.run_id}, not {self.run_id}", fault="swapped")
         return manifest
 
+    def all_ranks(self, iteration: int) -> list[ShardManifest]:
+        """Read the manifests of all ranks that saved an iteration, where all of them are on this node.
+
+        Raises:
+            FileNotFoundError: One is not here.
+            DataError: As for :meth:`load`.
+        """
+        first = self.load(iteration, 0)
+        return [first, *(self.load(iteration, rank) for rank in range(1, first.world_size))]
+
     def durable(self) -> set[int]:
         """Iterations that the mover has marked durable on this node."""
         names = _names(os.path.join(self.job_dir, "durable"))

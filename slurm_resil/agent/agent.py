@@ -145,8 +145,9 @@ class Agent:
             self._ballot.tidy()
         if self._survey_due and not self._desk.sealing:
             self._survey_due = False
-            shards = self._desk.survey(self._config.info.world_size)
-            self._tell(p.Survey(cycle=self._desk.cycle, shards=shards, passed_over=self._desk.passed_over))
+            desk = self._desk
+            shards = desk.survey(self._config.info.world_size)
+            self._tell(p.Survey(cycle=desk.cycle, shards=shards, passed_over=desk.passed_over, whole=desk.whole))
         notice = self.signals.poll(now)
         if notice is not None:
             event(log, "grace_signal", source=notice.source, kind=str(notice.kind))

@@ -8,19 +8,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.slots import Slots, parse
 from slurm_resil.agent.store import Store
+from slurm_resil.agent.survey import SHARDS
 from slurm_resil.comm.channel import Channel, ChannelClosedError
-from slurm_resil.core import faults
+from slurm_resil.core import faults, pins
 from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.format import draft as drafts
 from slurm_resil.format.manifest import ShardManifest
+from slurm_resil.format.world import fit
 
 SEALERS = 2  # threads that hash
 NICENESS = 10
@@ -79,6 +81,8 @@ class Desk:
         self.cycle = -1
         self.sealed_all = self._restored = 0
         self.passed_over: list[tuple[int, int, str]] = []
+        self.whole: list[int] = []
+        self._gone = False  # whether there may be shards of ranks that there are no more
         self._given_up: set[int] = set()
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
@@ -102,15 +106,17 @@ class Desk:
     def survey(self, world_size: int) -> list[tuple[int, int, int]]:
         """List the sealed shards that can be restored here, as (iteration, rank, attempt); take out what is damaged.
 
-        What is not in the list and why is in ``passed_over`` afterwards, as (iteration, rank, words).
+        What is not in the list and why is in ``passed_over`` afterwards, as (iteration, rank, words). Iterations of
+        which all shards of another number of ranks are here are in ``whole``, where all ranks of the run are here too.
         """
         found = []
-        self.passed_over = []
+        self.passed_over, self.whole = [], []
         for iteration, by_rank in self._store.sealed().items():
+            others: list[tuple[int, str, ShardManifest]] = []
             for owner, path in by_rank.items():
-                rank = self.ranks.get(owner)
-                if rank is None:
-                    continue  # of a rank that is placed elsewhere now: of no use, and no harm
+                if owner not in self.ranks:
+                    self._gone |= len(self.ranks) == world_size
+                    continue  # of a rank that is placed elsewhere now, or that there is no more
                 try:
                     manifest = self._load(path, iteration, owner)
                 except FileNotFoundError:
@@ -119,15 +125,34 @@ class Desk:
                     words = f"is damaged: {error.message}; {self._quarantine(iteration, owner, str(error))}"
                     self.passed_over.append((iteration, owner, words))
                     continue
-                whose = (manifest.run_id, manifest.world_size)
-                if whose == (self._run_id, world_size):
-                    found.append((iteration, owner, manifest.attempt))
-                else:  # good for others: it stays until training goes on from something else
-                    words = f"is not used: {path} is of run {whose[0]}, this is {self._run_id}"
-                    if whose[0] == self._run_id:
-                        words = f"is not used: {path} is of {whose[1]}{p.OTHER_WORLD}{world_size}"
+                if manifest.run_id != self._run_id:  # good for others: it stays
+                    words = f"is not used: {path} is of run {manifest.run_id}, this is {self._run_id}"
                     self.passed_over.append((iteration, owner, words))
+                elif manifest.world_size != world_size:
+                    others.append((owner, path, manifest))
+                else:
+                    found.append((iteration, owner, manifest.attempt))
+            if others:
+                self._survey_others(iteration, by_rank, others, world_size)
         return found
+
+    def _survey_others(
+        self, iteration: int, by_rank: Mapping[int, str], others: list[tuple[int, str, ShardManifest]], world_size: int
+    ) -> None:
+        """Look at shards of this run that another number of ranks has sealed."""
+        why = ""
+        if len(self.ranks) == world_size:
+            try:
+                wanted = range(min(others)[2].world_size)
+                fit([ShardManifest.load(by_rank[rank]) for rank in wanted if rank in by_rank])
+                self.whole.append(iteration)
+                return
+            except (FileNotFoundError, DataError) as error:
+                why = f", and they are not all here: {error.message if isinstance(error, DataError) else error}"
+        for owner, path, manifest in others:
+            # they stay until training goes on from something else
+            words = f"is not used: {path} is of {manifest.world_size}{p.OTHER_WORLD}{world_size}{why}"
+            self.passed_over.append((iteration, owner, words))
 
     def _load(self, path: str, iteration: int, owner: int) -> ShardManifest:
         manifest = ShardManifest.load(path)
@@ -142,10 +167,11 @@ class Desk:
     def lost(self, artefacts: list[tuple[int, int, str]]) -> None:
         """Take out shards that were found bad."""
         for iteration, owner, reason in artefacts:
-            rank = self.ranks.get(owner)
-            if rank is not None and os.path.exists(self._store.sealed().get(iteration, {}).get(owner, "")):
-                self._quarantine(iteration, owner, reason)
-                rank.slots.free(iteration)
+            here = self._store.sealed().get(iteration, {})
+            for one in here if owner == SHARDS else {owner} & here.keys() & self.ranks.keys():
+                self._quarantine(iteration, one, reason)
+                if one in self.ranks:
+                    self.ranks[one].slots.free(iteration)
 
     def _quarantine(self, iteration: int, owner: int, reason: str) -> str:
         """Take a shard out; returns words about where it is now."""
@@ -166,13 +192,50 @@ class Desk:
         for rank in self.ranks.values():
             for newer in rank.slots.discard_above(iteration):
                 event(log, "discarded", iteration=newer, rank=rank.rank, above=iteration)
+        for newer, by_rank in self._store.sealed().items():
+            for owner in by_rank if newer > iteration else ():
+                if self._is_ours(newer, owner, by_rank[owner]):
+                    self._quarantine(newer, owner, f"training went on from iteration {iteration}")
+
+    def _is_ours(self, iteration: int, owner: int, path: str) -> bool:
+        """Whether a shard of a rank that is not placed here is of this run."""
+        try:
+            manifest = ShardManifest.load(path)
+        except (FileNotFoundError, DataError):
+            return False
+        return (manifest.run_id, manifest.iteration, manifest.rank) == (self._run_id, iteration, owner)
 
     def all_sealed(self, iteration: int) -> None:
         """Hear that all ranks of the run have sealed an iteration."""
+        if iteration > self.sealed_all and self._gone:
+            self._clear_gone(iteration)
         self.sealed_all = max(self.sealed_all, iteration)
         for rank in self.ranks.values():
             rank.results = {at: result for at, result in rank.results.items() if at > iteration}
         self._given_up = {at for at in self._given_up if at > iteration}
+
+    def _clear_gone(self, iteration: int) -> None:
+        """Give back the space of ranks that there are no more, once nothing of them can be restored any more.
+
+        They are those of more ranks on this one node; with an iteration that all of today's have sealed, theirs are as
+        expendable as an own one is.
+        """
+        cleared, kept = set(), set()
+        for at, by_rank in self._store.sealed().items():
+            for owner in by_rank.keys() - self.ranks.keys():
+                with pins.exclude(self._job_dir, at) as mine:
+                    if mine and at < iteration and self._is_ours(at, owner, by_rank[owner]):
+                        os.unlink(by_rank[owner])
+                        event(log, "cleared", iteration=at, rank=owner, sealed_by_all=iteration)
+                        cleared.add(owner)
+                    else:
+                        kept.add(owner)
+        directory = os.path.join(self._job_dir, "slots")
+        for name in os.listdir(directory):
+            place = parse(name)
+            if place is not None and place[0] in cleared - kept:
+                os.unlink(os.path.join(directory, name))
+        self._gone = bool(kept)
 
     def abandon(self, iteration: int) -> None:
         """Hear that an iteration will never be complete."""

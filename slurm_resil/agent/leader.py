@@ -170,7 +170,7 @@ class Leader:
             case p.Beat():
                 node.report(message.newest, message.rate, now)
             case p.Survey() if message.cycle == self._cycle:
-                self._restoring.survey(place, message.shards, message.passed_over)
+                self._restoring.survey(place, message.shards, message.passed_over, message.whole)
                 self._plan()
             case p.Loaded():
                 self._loaded(message)

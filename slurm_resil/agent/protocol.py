@@ -32,7 +32,7 @@ from slurm_resil.agent.wire import Message as Message
 from slurm_resil.agent.wire import from_wire as from_wire
 from slurm_resil.agent.wire import to_wire as to_wire
 
-Source = Literal["fresh", "local", "drained"]
+Source = Literal["fresh", "local", "shards", "drained"]  # shards: those of all ranks, as there were other ones
 Outcome = Literal["ok", "bad", "error", "unfit"]
 
 
@@ -79,12 +79,14 @@ class Hello(Message):
 class Survey(Message):
     """Sealed shards of the node, as (iteration, rank, attempt that wrote it), for the ranks that are placed there.
 
-    ``passed_over`` are those that cannot be restored, as (iteration, rank, why).
+    ``passed_over`` are those that cannot be restored, as (iteration, rank, why). ``whole`` are iterations of which this
+    node has the shards of all ranks, and these were more or fewer than now.
     """
 
     cycle: int
     shards: list[tuple[int, int, int]]
     passed_over: list[tuple[int, int, str]] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +232,8 @@ class Plan(Message):
         iteration: Iteration to restore, 0 for a fresh start.
         sources: One per rank, by rank.
         complete: Newest iteration of which every rank has its sealed shard here and now: never to be overwritten.
-        lost: Artefacts that were found bad, as (iteration, rank, reason); rank -1 means the drained file.
+        lost: Artefacts that were found bad, as (iteration, rank, reason); rank -1 means the drained file, -2 the
+            shards of all ranks of another number.
         error: Not empty: nothing can be restored and nothing may be started afresh either.
         final: Whether the error would be the same after a new start.
     """

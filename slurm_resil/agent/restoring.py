@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from slurm_resil.agent.events import SetAside
 from slurm_resil.agent.protocol import OTHER_WORLD, UNREADABLE, Loaded, Plan
-from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
+from slurm_resil.agent.survey import DRAINED, SHARDS, choose, drained_iterations
 from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
@@ -48,6 +48,7 @@ class Restoring:
         self._again = False
         self._shards: dict[int, dict[int, int]] = {}
         self._others: list[str] = []
+        self._whole: set[int] = set()
         self._surveyed: set[int] = set()
         self._loaded: set[int] = set()
 
@@ -56,13 +57,19 @@ class Restoring:
         self.number, self.going = number, True
 
     def survey(
-        self, place: int, shards: Sequence[tuple[int, int, int]], passed_over: Sequence[tuple[int, int, str]] = ()
+        self,
+        place: int,
+        shards: Sequence[tuple[int, int, int]],
+        passed_over: Sequence[tuple[int, int, str]] = (),
+        whole: Sequence[int] = (),
     ) -> None:
         """Hear which shards a node has, see Survey; those of ranks that are placed elsewhere do not count."""
         if self.going:
             return
         self._passed_over += passed_over
         self._others += [words for _, _, words in passed_over if OTHER_WORLD in words]
+        if self._nodes == 1:
+            self._whole = set(whole)
         own = range(place * self._per_node, (place + 1) * self._per_node)
         for rank in own:
             self._shards[rank] = {iteration: attempt for iteration, owner, attempt in shards if owner == rank}
@@ -79,7 +86,7 @@ class Restoring:
         except OSError as error:
             self._error = self._error or f"cannot read {self._run_dir}: {error.strerror}"
         world_size = self._nodes * self._per_node
-        choice = choose(self._shards, durable, self._bad, world_size, drained_by=self._drained_by)
+        choice = choose(self._shards, durable, self._bad, world_size, drained_by=self._drained_by, whole=self._whole)
         if self._others and not choice.iteration and not self._error:
             # to begin afresh would give up what is there, and it is most likely a mistake
             why = self._others[0].partition(": ")[2]
@@ -92,7 +99,11 @@ class Restoring:
             iteration=choice.iteration,
             sources=list(choice.sources),
             complete=choice.complete,
-            lost=[(iteration, rank, why) for (iteration, rank), why in self._bad.items()],
+            lost=[
+                (iteration, rank, why)
+                for (iteration, rank), why in self._bad.items()
+                if rank != SHARDS or not why.startswith(UNREADABLE)
+            ],
             error=self._error,
             final=self._final or (self.failed is not None and self.failed.outcome == "unfit"),
         )
@@ -111,7 +122,8 @@ class Restoring:
         passed_over, self._passed_over = self._passed_over, []
         found = []
         for iteration, rank, words in passed_over:
-            place = {"local": "the burst buffer", "drained": self._run_dir, "fresh": ""}[plan.sources[rank]]
+            source = plan.sources[rank]
+            place = {"drained": self._run_dir, "fresh": ""}.get(source, "the burst buffer")
             instead = f"iteration {plan.iteration} from {place}" if place else "nothing: the run starts afresh"
             found.append(SetAside(iteration=iteration, rank=rank, words=words, instead=instead))
         return found
@@ -133,6 +145,9 @@ class Restoring:
         iteration = self.plan.iteration
         if self.plan.sources[loaded.rank] == "local":
             self._bad[iteration, loaded.rank] = loaded.reason
+            return
+        if self.plan.sources[loaded.rank] == "shards":
+            self._bad[iteration, SHARDS] = loaded.reason
             return
         self._bad[iteration, DRAINED] = loaded.reason
         if loaded.reason.startswith(UNREADABLE):

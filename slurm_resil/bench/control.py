@@ -58,7 +58,7 @@ class _Nothing:
     def load_local(self, iteration: int) -> None:
         raise AssertionError("there is nothing to load")
 
-    load_drained = load_local
+    load_shards = load_drained = load_local
 
 
 class _Empty:

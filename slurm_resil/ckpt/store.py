@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.lazy import Hooks
 from slurm_resil.ckpt.memo import Memo
 from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.ckpt.private import Policy
-from slurm_resil.ckpt.restore import restore_drained, restore_local
+from slurm_resil.ckpt.restore import restore_drained, restore_local, restore_shards
 from slurm_resil.ckpt.slotfile import check_capacity
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.core import garbage
@@ -32,6 +32,7 @@ class SlotStore:
         private: What becomes of rank-private state when the number of ranks has changed.
         options: What a restore may leave out or convert.
         shard: Finds the manifest of this rank's sealed shard of an iteration.
+        shards: Finds those of all ranks that saved it on this node.
         drained: Finds the manifest of the drained file of an iteration.
 
     Raises:
@@ -53,12 +54,13 @@ class SlotStore:
         private: Policy,
         options: LoadOptions,
         shard: Callable[[int], ShardManifest],
+        shards: Callable[[int], Sequence[ShardManifest]],
         drained: Callable[[int], DrainedManifest],
     ) -> None:
         self._state, self._job_dir, self._run_dir, self._private = state, job_dir, run_dir, private
         self._options = options
         self._info, self._rank, self._node = info, rank, node
-        self._shard, self._drained = shard, drained
+        self._shard, self._shards, self._drained = shard, shards, drained
         self._arena = Arena(job_dir, rank, slots=slots)
         self._memo = Memo()
         self._hooks = Hooks()
@@ -105,6 +107,18 @@ class SlotStore:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
         with garbage.kept():  # of the manifest, too
             restore_local(self._state, self._job_dir, self._shard(iteration), self._options)
+
+    def load_shards(self, iteration: int) -> None:
+        """Load from the shards of all ranks that saved. Raises DataError if they are not what they claim to be."""
+        restore_shards(
+            self._state,
+            self._job_dir,
+            self._shards(iteration),
+            self._rank,
+            self._info.world_size,
+            private=self._private,
+            options=self._options,
+        )
 
     def load_drained(self, iteration: int) -> None:
         """Load from the drained file. Raises DataError if it is not what it claims to be."""

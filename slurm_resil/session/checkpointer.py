@@ -327,9 +327,10 @@ class Checkpointer:
 
     def _load(self, store: StateStore, answer: p.Restore) -> None:
         try:
-            if answer.source == "local":
+            if answer.source in ("local", "shards"):
+                load = store.load_local if answer.source == "local" else store.load_shards
                 try:
-                    store.load_local(answer.iteration)
+                    load(answer.iteration)
                 except OSError as error:
                     raise DataError(f"{p.UNREADABLE}{error}", fault="unreadable") from error
             elif answer.source == "drained":

@@ -29,6 +29,9 @@ class StateStore(Protocol):
     def load_local(self, iteration: int) -> None:
         """Load this rank's sealed shard. Raises DataError if it is not what it claims to be."""
 
+    def load_shards(self, iteration: int) -> None:
+        """Load from the shards of all ranks that saved, which are all on this node. Raises DataError as the others."""
+
     def load_drained(self, iteration: int) -> None:
         """Load from the drained file. Raises DataError if it is not what it claims to be."""
 
@@ -61,5 +64,6 @@ def slot_store(
         private=private,
         options=options,
         shard=lambda iteration: local.load(iteration, place.rank),
+        shards=local.all_ranks,
         drained=RunCatalog(place.run_dir, run_id=place.info.run_id).load,
     )

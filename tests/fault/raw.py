@@ -119,6 +119,9 @@ class RawState:
         self.loaded.append(("local", iteration))
         self._check(data, manifest.items[0].xxh3)
 
+    def load_shards(self, iteration: int) -> None:
+        raise NotImplementedError
+
     def load_drained(self, iteration: int) -> None:
         raw = json.loads(Path(paths.drained_manifest(self.place.run_dir, iteration)).read_text())
         self.loaded.append(("drained", iteration))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent import slots
 from slurm_resil.agent.desk import Desk
+from slurm_resil.agent.survey import DRAINED, SHARDS
 from slurm_resil.cli.agent import BurstBuffer
-from slurm_resil.core import paths
+from slurm_resil.core import paths, pins
 from slurm_resil.format.manifest import ShardManifest
 
 
@@ -63,4 +65,87 @@ def test_shards_that_are_not_this_runs_are_passed_over_and_left_alone(tmp_path: 
     assert "of run bert, this is llama" in words[30]
     assert "renamed: it is of iteration 39" in words[40]
     assert [path.exists() for path in (good, fewer, other, renamed)] == [True, True, True, False]
+    desk.close()
+
+
+class Node:
+    """A burst buffer with shards of ranks that nobody has to run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name in ("manifests", "slots"):
+            (path / name).mkdir()
+
+    def publish(self, iteration: int, rank: int, world: int, **changes: Any) -> Path:
+        slot = f"{rank}-{iteration % 3}.h5"
+        (self.path / "slots" / slot).touch()
+        values = {
+            "run_id": "llama",
+            "job_id": 1,
+            "attempt": 0,
+            "iteration": iteration,
+            "rank": rank,
+            "world_size": world,
+        }
+        values |= {"node": "n", "slot": slot, "generation": 1, "items": (), "values": {}} | changes
+        path = Path(paths.manifest(str(self.path), iteration, rank))
+        ShardManifest(**values).publish(str(path), sync=False)
+        return path
+
+    def desk(self, ranks: range) -> Desk:
+        store = BurstBuffer(str(self.path))
+        return Desk(str(self.path), "llama", ranks, 3, store, tell=lambda _: None, later=lambda call: call())
+
+    def left(self) -> dict[int, set[int]]:
+        return {at: set(by_rank) for at, by_rank in BurstBuffer(str(self.path)).sealed().items()}
+
+    def slots(self) -> set[str]:
+        return {path.name for path in (self.path / "slots").iterdir()}
+
+
+def test_shards_that_more_ranks_have_sealed_here(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for rank in range(4):
+        for iteration in (10, 20, 30, 40):
+            node.publish(iteration, rank, 4)
+    os.unlink(paths.manifest(str(tmp_path), 20, 3))
+    node.publish(30, 2, 4, attempt=1)
+    Path(paths.manifest(str(tmp_path), 40, 3)).write_text("{}")
+    desk = node.desk(range(2))
+    assert desk.survey(2) == []
+    assert desk.whole == [10]
+    words = {at: why for at, _, why in desk.passed_over}
+    assert set(words) == {20, 30, 40}
+    assert f"of 4{p.OTHER_WORLD}2, and they are not all here: iteration 20: no shard of rank 3" in words[20]
+    assert "attempt is 0 for rank 0 on n, 1 for rank 2 on n" in words[30]
+    assert "is not a manifest" in words[40]
+    desk.close()
+    beside = node.desk(range(2))  # of several nodes: the other ranks cannot read here
+    assert beside.survey(4 - 1) == []
+    assert beside.whole == []
+    assert all("not all here" not in why for _, _, why in beside.passed_over)
+    beside.close()
+
+
+def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for rank in range(4):
+        for iteration in (10, 20, 30):
+            node.publish(iteration, rank, 4)
+    node.publish(5, 7, 9, run_id="bert")
+    desk = node.desk(range(2))
+    desk.survey(2)
+    assert sorted(desk.whole) == [10, 20, 30]
+    desk.lost([(30, SHARDS, "flipped"), (30, DRAINED, "flipped"), (77, 1, "not there")])
+    assert node.left() == {5: {7}, 10: {0, 1, 2, 3}, 20: {0, 1, 2, 3}}
+    desk.continue_from(10)
+    assert node.left() == {5: {7}, 10: {0, 1, 2, 3}}  # 20 is of a past that has not come to be
+    desk.all_sealed(10)
+    assert node.left()[10] == {0, 1, 2, 3}  # what was restored is as expendable as an own one: not yet
+    with pins.hold(str(tmp_path), 10):  # somebody reads it
+        desk.all_sealed(11)
+        assert node.left()[10] == {0, 1, 2, 3}
+    desk.all_sealed(12)
+    assert node.left() == {5: {7}, 10: {0, 1}}
+    assert {name.partition("-")[0] for name in node.slots()} == {"0", "1", "7"}
     desk.close()

@@ -6,7 +6,7 @@ import pytest
 
 from slurm_resil.agent.protocol import OTHER_WORLD, Loaded, Outcome
 from slurm_resil.agent.restoring import Restoring
-from slurm_resil.agent.survey import DRAINED, choose, drained_iterations
+from slurm_resil.agent.survey import DRAINED, SHARDS, choose, drained_iterations
 from slurm_resil.core import paths
 
 
@@ -37,6 +37,43 @@ def pick(shards: dict[int, set[int]], durable: set[int], bad: set[tuple[int, int
 )
 def test_choice(shards, durable, bad, expected) -> None:  # type: ignore[no-untyped-def]
     assert pick(shards, durable, bad) == expected
+
+
+@pytest.mark.parametrize(
+    ("shards", "durable", "whole", "bad", "expected"),
+    [
+        ({}, set(), {5}, set(), (5, ("shards", "shards"), 0)),
+        ({}, {5}, {5}, set(), (5, ("shards", "shards"), 0)),  # the same, and nearer
+        ({}, {7}, {5}, set(), (7, ("drained", "drained"), 0)),
+        ({0: {5, 3}, 1: {5, 3}}, set(), {4}, set(), (5, ("local", "local"), 5)),
+        ({0: {3}, 1: {3}}, set(), {3, 4}, set(), (4, ("shards", "shards"), 3)),
+        ({}, {5}, {5}, {(5, SHARDS)}, (5, ("drained", "drained"), 0)),
+        ({}, set(), {5, 4}, {(5, SHARDS)}, (4, ("shards", "shards"), 0)),
+        ({}, set(), {5}, {(5, DRAINED), (5, 0)}, (5, ("shards", "shards"), 0)),
+    ],
+)
+def test_shards_of_another_number_of_ranks(shards, durable, whole, bad, expected) -> None:  # type: ignore[no-untyped-def]
+    written = {rank: dict.fromkeys(found, 0) for rank, found in shards.items()}
+    choice = choose(written, durable, bad, 2, drained_by=lambda _: 0, whole=whole)
+    assert (choice.iteration, choice.sources, choice.complete) == expected
+
+
+@pytest.mark.parametrize("reason", ["flipped", "cannot be read: no permission"])
+def test_whole_shards_count_on_one_node_and_are_taken_out_together(tmp_path: Path, reason: str) -> None:
+    several = Restoring(str(tmp_path), nodes=2, ranks_per_node=1)
+    for place in (0, 1):
+        several.survey(place, [], [], [9])
+    plan = several.make(0)
+    assert plan is not None and plan.iteration == 0
+    one = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
+    one.survey(0, [], [(3, 0, "is not used: for a reason")], [9, 7])
+    plan = one.make(0)
+    assert plan is not None and (plan.iteration, plan.sources) == (9, ["shards", "shards"])
+    assert {entry.instead for entry in one.set_aside(plan)} == {"iteration 9 from the burst buffer"}
+    one.refuse(Loaded(plan=plan.number, rank=1, outcome="bad", reason=reason))
+    plan = one.make(0)
+    assert plan is not None and plan.iteration == 7
+    assert plan.lost == ([(9, SHARDS, reason)] if reason == "flipped" else [])  # nothing is known to be bad
 
 
 def test_shards_of_several_attempts_are_never_mixed() -> None:
