@@ -147,7 +147,7 @@ class Desk:
                 fit([ShardManifest.load(by_rank[rank]) for rank in wanted if rank in by_rank])
                 self.whole.append(iteration)
                 return
-            except (FileNotFoundError, DataError) as error:
+            except (OSError, DataError) as error:
                 why = f", and they are not all here: {error.message if isinstance(error, DataError) else error}"
         for owner, path, manifest in others:
             # they stay until training goes on from something else
@@ -201,14 +201,17 @@ class Desk:
         """Whether a shard of a rank that is not placed here is of this run."""
         try:
             manifest = ShardManifest.load(path)
-        except (FileNotFoundError, DataError):
+        except (OSError, DataError):
             return False
         return (manifest.run_id, manifest.iteration, manifest.rank) == (self._run_id, iteration, owner)
 
     def all_sealed(self, iteration: int) -> None:
         """Hear that all ranks of the run have sealed an iteration."""
         if iteration > self.sealed_all and self._gone:
-            self._clear_gone(iteration)
+            try:
+                self._clear_gone(iteration)
+            except OSError as error:  # it is only kept longer
+                event(log, "not_cleared", level=logging.WARNING, below=iteration, why=str(error))
         self.sealed_all = max(self.sealed_all, iteration)
         for rank in self.ranks.values():
             rank.results = {at: result for at, result in rank.results.items() if at > iteration}

@@ -25,6 +25,10 @@ class Ears:
         self.heard.append(message)
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_a_slot_that_cannot_be_given_names_the_directory_and_the_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +149,11 @@ def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_
     with pins.hold(str(tmp_path), 10):  # somebody reads it
         desk.all_sealed(11)
         assert node.left()[10] == {0, 1, 2, 3}
-    desk.all_sealed(12)
+    with pytest.MonkeyPatch.context() as patch:  # it cannot be written there just now
+        patch.setattr(pins, "_open", refuse)
+        desk.all_sealed(12)
+        assert desk.sealed_all == 12
+    desk.all_sealed(13)
     assert node.left() == {5: {7}, 10: {0, 1}}
     assert {name.partition("-")[0] for name in node.slots()} == {"0", "1", "7"}
     desk.close()
