@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from slurm_resil.core.errors import ResilError as ResilError
     from slurm_resil.integrations import dcp as dcp
     from slurm_resil.session import Checkpointer as Checkpointer
+    from slurm_resil.session.loading import load as load
+    from slurm_resil.session.standalone import async_save as async_save
 
 __version__ = "0.1.0"
 
@@ -18,9 +20,11 @@ _PUBLIC = {
     "Checkpointer": "slurm_resil.session",
     "LoadOptions": "slurm_resil.ckpt.options",
     "ResilError": "slurm_resil.core.errors",
+    "async_save": "slurm_resil.session.standalone",
+    "load": "slurm_resil.session.loading",
 }
 _MODULES = {"dcp": "slurm_resil.integrations.dcp"}
-__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__", "dcp"]
+__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__", "async_save", "dcp", "load"]
 
 
 def __getattr__(name: str) -> object:

@@ -106,7 +106,7 @@ def find(path: str, iteration: int | None) -> Found:
     if chosen:
         return _of_dcp(chosen[0]) if chosen[0].kind == "dcp" else _of_save(chosen[0])
     catalog = RunCatalog(path)
-    for one in catalog.durable():
+    for one in catalog.durable() if os.path.isdir(path) else []:
         if iteration in (None, one):
             return _of_drained(path, catalog.load(one))
     what = "complete checkpoint" if iteration is None else f"complete checkpoint of iteration {iteration}"
