@@ -217,7 +217,7 @@ def test_a_kill_leaves_the_checkpoint_before_and_what_is_left_in_the_burst_buffe
     assert sr.async_save(numbers(9), tmp_path / "out").durable.result(60)
     assert len(list((tmp_path / "bb" / "saves").glob("*.lock"))) == 1
     assert len(list((tmp_path / "bb").rglob("slots"))) == 1
-    assert sr.load(state, tmp_path / "out") == 4  # the unfinished one has had its number
+    assert sr.load(state, tmp_path / "out") == (3 if point == "save.seal" else 4)  # one that was begun has its number
 
 
 def ranks(tmp_path: Path, world: int, *args: str, faults: dict[int, str] | None = None) -> list[str]:
