@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import os
 import time
 from typing import Any
@@ -35,6 +36,7 @@ from slurm_resil.format.manifest import Extent
 from slurm_resil.integrations.dcpfind import Record, encoded
 from slurm_resil.integrations.dcpread import Reader as Reader
 
+log = logging.getLogger(__name__)
 _used: dict[str, str] = {}  # directory -> token of the newest save that this process has written to
 
 
@@ -168,7 +170,10 @@ class Writer(StorageWriter):
             record.publish(save.record, sync=True)
         faults.point("dcp.published")
         metadata.storage_meta = self.storage_meta()
-        saved.prune(self._root, "dcp", self._keep)
+        try:
+            saved.prune(self._root, "dcp", self._keep)
+        except OSError as error:  # the new one is complete all the same
+            log.warning("slurm-resil: old checkpoints in %s could not be removed: %s", self._root, error)
 
     def storage_meta(self) -> StorageMeta:
         """See StorageWriter."""

@@ -2,7 +2,8 @@
 
 Usage: dcp_rank.py RANK WORLD DIRECTORY VERB:STYLE:WHERE... Styles are those of fsdp_rank. Verbs: ``save``, ``thread``
 and ``process`` (async_save), ``load``, ``caching`` (two saves with a cached plan, the second after more training),
-``fails`` (rank 1 has something that cannot be stored), ``full`` (rank 1 finds its storage full).
+``fails`` (rank 1 has something that cannot be stored), ``full`` (rank 1 finds its storage full), ``strided`` (a part of
+several boxes, which torch's plans take for one).
 After each this rank's hashes are written to ``DIRECTORY/<index>-<rank>.json``.
 """
 
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import slurm_resil as sr
 from slurm_resil.core import faults
@@ -58,9 +61,25 @@ def attempt(save) -> str:
     return ""
 
 
+def strided(where: str, rank: int, world: int) -> dict:
+    """Load a tensor into parts that are no box, and try to save them."""
+    whole = {"x": torch.arange(30.0)}
+    dcp.save(whole, storage_writer=sr.dcp.Writer(where))
+    placement = _StridedShard(0, split_factor=2)
+    want = placement._split_tensor(whole["x"], world, with_padding=False)[0][rank]
+    mesh = dist.init_device_mesh("cpu", (world,))
+    part = DTensor.from_local(torch.zeros_like(want), mesh, [placement], run_check=False, shape=(30,), stride=(1,))
+    dcp.load({"x": part}, storage_reader=sr.dcp.Reader(where))
+    error = attempt(lambda: dcp.save({"x": part}, storage_writer=sr.dcp.Writer(where)))
+    return {"right": torch.equal(part.to_local(), want), "error": error}
+
+
 def act(verb: str, style: str, where: str, rank: int, world: int) -> dict:
+    if verb == "strided":
+        return strided(where, rank, world)
     state = f.build(2 if verb == "load" else 1, rank, world, style)
-    app = {"app": AppState(state["model"], state["optimizer"]), "epoch": 7 if verb != "load" else 0}
+    app = {"app": AppState(state["model"], state["optimizer"]), "average": state["average"]}
+    app["epoch"] = 7 if verb != "load" else 0
     writer = sr.dcp.Writer(where)
     report: dict = {}
     if verb == "load":

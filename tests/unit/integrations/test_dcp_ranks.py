@@ -57,6 +57,7 @@ class Campaign:
 TWO = (
     *("thread:fsdp:E", "load:fsdp:E", "process:fsdp:F", "load:fsdp:F", "caching:fsdp:G", "load:fsdp:G"),
     *("save:fsdp:B", "fails:fsdp:B", "full:fsdp:B", "load:fsdp:B"),
+    "strided:none:H",
 )
 FOUR = (
     *("load:fsdp:B", "save:fsdp:A", "load:fsdp:A", "save:hsdp:C", "load:hsdp:C", "save:tp:D", "load:tp:D"),
@@ -126,6 +127,12 @@ def test_an_error_of_one_rank_reaches_all_and_the_checkpoint_before_stands(campa
         assert "did not fit" in report["error"]
     save, load = campaign.two["save:fsdp:B"], campaign.two["load:fsdp:B"]
     assert load[0]["at"]["full"] == load[1]["at"]["full"] == save[0]["at"]["full"]
+
+
+def test_parts_of_several_boxes_are_read_right_and_never_saved_wrong(campaign: Campaign) -> None:
+    for report in campaign.two["strided:none:H"]:
+        assert report["right"]
+        assert "overlapping chunks" in report["error"]  # torch's plan is refused by torch itself
 
 
 def test_there_is_no_pickle_in_any_file(campaign: Campaign) -> None:
