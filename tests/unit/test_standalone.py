@@ -175,7 +175,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     if done.returncode:
         pytest.skip("may not mount a tmpfs")
     yield path
-    subprocess.run(["umount", path], check=True)
+    subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_full_storage_is_an_error_of_the_handle_and_the_checkpoint_before_stands(small: Path) -> None:

@@ -197,7 +197,7 @@ def test_full_storage_is_an_error_and_the_checkpoint_before_stands(tmp_path: Pat
         assert load({"a": torch.zeros(10)}, small)["a"].tolist() == [2] * 10
         assert len(os.listdir(small)) == 1
     finally:
-        subprocess.run(["umount", small], check=True)
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 KILLS = """
