@@ -18,6 +18,7 @@ from slurm_resil.core.log import event
 RETRY_S = 0.1
 ANSWER_S = 5.0
 MUTE_S = 0.05  # the same of one that was silent before
+_UNSAID = 16  # saves that did not work and of which no agent has heard yet
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,7 @@ class RankLink:
         self._leases: dict[int, p.Slot | p.NoSlot] = {}
         self._prepared: p.Prepared | None = None
         self._pending: dict[int, p.Seal] = {}
+        self._unsaid: list[p.GiveUp] = []
         self._results: dict[int, str] = {}  # iteration: what was wrong, or nothing
         self._mute = False
         self._closing = threading.Event()
@@ -179,8 +181,11 @@ class RankLink:
             raise
 
     def give_up(self, iteration: int, reason: str) -> None:
-        """Say that a save did not work."""
-        self._send(p.GiveUp(iteration=iteration, reason=reason))
+        """Say that a save did not work; to the next agent, if there is none now."""
+        message = p.GiveUp(iteration=iteration, reason=reason)
+        if not self._send(message):
+            with self._changed:
+                self._unsaid = [*self._unsaid, message][-_UNSAID:]
 
     def result(self, iteration: int, *, timeout_s: float = 0.0) -> str | None:
         """What became of a shard: an empty string when it is sealed, else what was wrong; None if not known yet."""
@@ -281,9 +286,10 @@ class RankLink:
         if self._outcome is not None:
             self._send(self._outcome)
         with self._changed:
-            pending = list(self._pending.values())
-        for seal in pending:
-            self._send(seal)
+            pending: list[p.Seal | p.GiveUp] = [*self._pending.values(), *self._unsaid]
+            self._unsaid = []
+        for message in pending:
+            self._send(message)
 
     def _hear(self, message: p.Message) -> None:
         with self._changed:
@@ -312,8 +318,11 @@ class RankLink:
         for old in sorted(self._results)[:-16]:
             del self._results[old]
 
-    def _send(self, message: p.Message) -> None:
+    def _send(self, message: p.Message) -> bool:
+        """Send, unless there is no agent: the thread comes back and says it again."""
         channel = self._channel
         if channel is not None:
-            with contextlib.suppress(ChannelClosedError):  # the thread comes back and says it again
+            with contextlib.suppress(ChannelClosedError):
                 channel.send(p.to_wire(message))
+                return True
+        return False
