@@ -312,7 +312,7 @@ class Desk:
             rank.send(p.Prepared(layout=layout, indices=[], reason=reason))
             return
         future = rank.preparing = self._pool.submit(self._lay_out, rank, layout, indices)
-        future.add_done_callback(lambda _: self._later(lambda: setattr(rank, "preparing", None)))
+        future.add_done_callback(functools.partial(self._laid_out, rank))
 
     def _lay_out(self, rank: Rank, layout: str, indices: list[int]) -> None:
         """Thread of the pool."""
@@ -331,7 +331,11 @@ class Desk:
             self._later(functools.partial(rank.slots.prepared, index))
         if reason:
             event(log, "not_prepared", level=logging.WARNING, rank=rank.rank, prepared=len(done), why=reason)
-        self._later(lambda: rank.send(p.Prepared(layout=layout, indices=done, reason=reason)))
+        self._later(functools.partial(rank.send, p.Prepared(layout=layout, indices=done, reason=reason)))
+
+    def _laid_out(self, rank: Rank, _: Future[None]) -> None:
+        """Thread of the pool."""
+        self._later(functools.partial(setattr, rank, "preparing", None))
 
     def _expendable(self, iteration: int) -> bool:
         return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up
@@ -342,7 +346,7 @@ class Desk:
         iteration = seal.iteration
         done = rank.results.get(iteration)
         if isinstance(done, p.Sealed) or iteration in rank.sealing:
-            if done is not None:
+            if isinstance(done, p.Sealed):
                 rank.send(p.ShardSealed(iteration=iteration))
             return
         try:
@@ -351,6 +355,11 @@ class Desk:
             place = parse(draft.slot)
             if (draft.rank, draft.iteration, draft.run_id) != (rank.rank, iteration, self._run_id):
                 raise DataError(f"the draft is of run {draft.run_id} rank {draft.rank} iteration {draft.iteration}")
+            if self._published(draft):
+                # by an agent before this one, which may have told others: it must not be put at risk again
+                self._report(rank, p.Sealed(iteration=iteration, rank=rank.rank, cycle=self.cycle))
+                rank.send(p.ShardSealed(iteration=iteration))
+                return
             if place is None or place[0] != rank.rank or not rank.slots.sealing(place[1], iteration):
                 raise DataError(f"slot {draft.slot!r} was not given out for it")
         except DataError as error:
@@ -360,6 +369,16 @@ class Desk:
         future = rank.sealing[iteration] = self._pool.submit(self._hash, rank, draft)
         done_call = functools.partial(self._sealed, rank, iteration, draft.costs_s, began, self.cycle)
         future.add_done_callback(functools.partial(self._hashed, done_call))
+
+    def _published(self, draft: drafts.Draft) -> bool:
+        """Whether the manifest of this very shard is there."""
+        path = self._store.sealed().get(draft.iteration, {}).get(draft.rank)
+        if path is None:
+            return False
+        with contextlib.suppress(FileNotFoundError, DataError):
+            found = ShardManifest.load(path)
+            return (found.slot, found.generation) == (draft.slot, draft.generation)
+        return False
 
     def _hash(self, rank: Rank, draft: drafts.Draft) -> ShardManifest:
         """Thread of the pool."""

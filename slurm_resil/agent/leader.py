@@ -213,6 +213,7 @@ class Leader:
         self._hub.send(channel, p.Cycle(cycle=self._cycle))
         restoring = self._restoring
         restoring.number = max(restoring.number, hello.plan)
+        news = hello.cycle == self._cycle and self._saves.complete(hello.sealed_all)
         if hello.cycle == self._cycle and hello.going and not restoring.going:
             self._take_over(hello)
         if restoring.plan is not None:
@@ -223,10 +224,12 @@ class Leader:
             self._hub.send(channel, self._decided(hello.voted))
         if self._durable:
             self._hub.send(channel, p.Durable(iteration=self._durable))
-        if hello.cycle == self._cycle and hello.sealed_all > self._saves.newest:
-            self._saves.newest = hello.sealed_all
-        if self._saves.newest:
+        if news:
+            self._is_complete(hello.sealed_all)  # the others may not have heard it
+        elif self._saves.newest:
             self._hub.send(channel, p.SealedAll(iteration=self._saves.newest))
+        for iteration in self._saves.given_up:
+            self._hub.send(channel, p.Abandon(iteration=iteration))
         if self._leaving:
             self._hub.send(channel, p.Goodbye())
 
@@ -243,7 +246,6 @@ class Leader:
     def _take_over(self, hello: p.Hello) -> None:
         """This leader is new, and the ranks train already: what one agent has heard is so."""
         self._restoring.resume(hello.plan)
-        self._saves.newest = max(self._saves.newest, hello.sealed_all)
         self._wishes.train(time.monotonic())
         found = self._decisions.newest(attempt=self._info.attempt, cycle=self._cycle)
         if found is not None and found.iteration > self._saves.newest and self._committed is None:
@@ -279,6 +281,7 @@ class Leader:
         self._conclude(self._agreement.abort(f"cycle {cycle} starts"))
         self._cycle = cycle
         self._committed = None
+        self._saves = Saves(self._world)  # the plan says what is complete; iterations of before will come again
         self._wishes.begin()
         self._restoring.start()
         for node in self._nodes:
@@ -384,11 +387,15 @@ class Leader:
         elif since is not None:
             self.costs.add("save", now - since)
         self._save_costs()
-        self._hub.tell_all(p.SealedAll(iteration=sealed.iteration))
         self.events.put(e.SealedAll(iteration=sealed.iteration))
         self._wishes.train(now)
         self._answer(now)
-        if committed is not None and sealed.iteration >= committed.proposal.iteration:
+        self._is_complete(sealed.iteration)
+
+    def _is_complete(self, iteration: int) -> None:
+        self._hub.tell_all(p.SealedAll(iteration=iteration))
+        committed = self._committed
+        if committed is not None and iteration >= committed.proposal.iteration:
             self._finish(committed, saved=True)
 
     def _fail(self, iteration: int, why: str, told_by: int | None = None) -> None:

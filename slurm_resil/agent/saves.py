@@ -26,11 +26,7 @@ class Saves:
         ranks = self._sealed.setdefault(iteration, set())
         self._since.setdefault(iteration, now)
         ranks.add(rank)
-        if len(ranks) < self._world:
-            return False
-        self.newest = iteration
-        self._forget(iteration)
-        return True
+        return len(ranks) == self._world and self.complete(iteration)
 
     def failed(self, iteration: int) -> bool:
         """Hear that an iteration cannot become complete; True for the first time."""
@@ -42,6 +38,19 @@ class Saves:
         for old in sorted(self._failed)[:-KEEP]:
             self._failed.discard(old)
         return True
+
+    def complete(self, iteration: int) -> bool:
+        """Hear from an agent that all ranks have sealed an iteration; True if that is news."""
+        if iteration <= self.newest:
+            return False
+        self.newest = iteration
+        self._forget(iteration)
+        return True
+
+    @property
+    def given_up(self) -> list[int]:
+        """Iterations above the newest complete one that will not become complete."""
+        return sorted(self._failed)
 
     def has_failed(self, iteration: int) -> bool:
         """Whether the iteration was given up."""
@@ -57,7 +66,6 @@ class Saves:
 
     def _forget(self, complete: int) -> None:
         # ranks save in order, so what is older and incomplete was skipped by somebody
-        for iteration in [one for one in self._sealed if one <= complete]:
-            del self._sealed[iteration]
-            self._since.pop(iteration, None)
+        self._sealed = {one: ranks for one, ranks in self._sealed.items() if one > complete}
+        self._since = {one: since for one, since in self._since.items() if one > complete}
         self._failed = {one for one in self._failed if one > complete}
