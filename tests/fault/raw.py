@@ -72,6 +72,7 @@ class RawState:
         self.place = place
         self.data = bytes(STATE_BYTES)
         self.loaded: list[tuple[str, int]] = []
+        self.written = 0
 
     def train(self, iteration: int) -> None:
         block = hashlib.blake2b(self.data + f"{iteration} {self.place.rank}".encode()).digest()
@@ -98,6 +99,7 @@ class RawState:
             costs_s={"copy": 0.001},
         )
         description = draft.describe(place.job_dir, name, manifest.items, ())
+        self.written = iteration
         return draft.to_wire(manifest, description, ())
 
     def start(self, index: int, iteration: int) -> Callable[[], str]:
@@ -161,9 +163,9 @@ def rank(raw: dict[str, Any]) -> int:
                     return 1
                 time.sleep(0.0005)
             time.sleep(raw.get("pace_s", 0.0))
-            before = checkpointer._saved
+            before = state.written
             stop = checkpointer.step(number)
-            if checkpointer._saved != before:
+            if state.written != before:
                 say(saved=number, digest=digest(state.data))
             if checkpointer.last_error:
                 say(error=checkpointer.last_error)

@@ -14,10 +14,12 @@ from slurm_resil.agent.agreement import Agreement, Progress
 from slurm_resil.agent.ballot import Ballot
 from slurm_resil.agent.hub import Node
 from slurm_resil.agent.protocol import Decide, Propose, Vote
+from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.core import control as c
 
 RACER = str(Path(__file__).with_name("racer.py"))
 NODES, PER_NODE = 2, 2
+MANY = 8
 
 
 class Blind(Ballot):
@@ -31,20 +33,29 @@ class Blind(Ballot):
 
 
 class Race:
-    """Two nodes' pages in one process, four ranks in processes of their own."""
+    """The pages of some nodes in one process, the ranks in processes of their own.
 
-    def __init__(self, work: Path, kind: type[Ballot]) -> None:
-        self.work = work
-        self.pages = [c.ControlPage.create(str(work / f"page{place}"), PER_NODE) for place in range(NODES)]
-        self.ballots = [kind(page) for page in self.pages]
+    Args:
+        work: Directory.
+        nodes: Number of nodes.
+        per_node: Ranks of each.
+        pace_s: An iteration takes as long as this; 0: it is as fast as can be, and nodes do not wait for each other.
+    """
+
+    def __init__(self, work: Path, nodes: int = NODES, per_node: int = PER_NODE, pace_s: float = 0.0) -> None:
+        self.work, self.nodes, self.per_node = work, nodes, per_node
+        names = [str(work / f"page{place}") for place in range(nodes)]
+        self.pages = [c.ControlPage.create(name, per_node) for name in names]
+        self.ballots = [Ballot(page) for page in self.pages]
         self.committed: dict[int, int] = {}
         self.refused = 0
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, RACER, str(work / f"page{place}"), str(local), str(self.log(place, local))]
+                [sys.executable, RACER, name, str(local), str(self.log(place, local)), str(pace_s)]
+                + [other for other in names if other != name and pace_s]
             )
-            for place in range(NODES)
-            for local in range(PER_NODE)
+            for place, name in enumerate(names)
+            for local in range(per_node)
         ]
 
     def log(self, place: int, local: int) -> Path:
@@ -101,11 +112,11 @@ class Race:
     def end(self) -> list[dict[int, int]]:
         """End the ranks; returns where each has saved, by epoch."""
         for page in self.pages:
-            page.words[c.HEAD_WORDS + PER_NODE * c.BLOCK_WORDS] = 1
+            page.words[c.HEAD_WORDS + self.per_node * c.BLOCK_WORDS] = 1
         assert [rank.wait(20) for rank in self.ranks] == [0] * len(self.ranks)
         found = []
-        for place in range(NODES):
-            for local in range(PER_NODE):
+        for place in range(self.nodes):
+            for local in range(self.per_node):
                 lines = [line.split() for line in self.log(place, local).read_text().splitlines()]
                 assert all(line[2] == "1" for line in lines), "a rank had no decision in time"
                 found.append({int(epoch): int(iteration) for epoch, iteration, _ in lines})
@@ -121,13 +132,16 @@ class Race:
 
 @pytest.fixture
 def race(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Race]:
-    made = Race(tmp_path, getattr(request, "param", Ballot))
+    made = Race(tmp_path, **getattr(request, "param", {}))
     yield made
     made.close()
 
 
+EIGHT = {"nodes": MANY, "per_node": 1, "pace_s": 0.001}
+
+
 def test_all_ranks_save_at_the_same_iteration_every_time(race: Race) -> None:
-    race.run(5000)
+    race.run(5000, enough_s=20)
     assert len(race.committed) > 200
     assert race.end() == [race.committed] * 4
 
@@ -147,7 +161,37 @@ def test_proposals_in_the_thick_of_it(race: Race) -> None:
     assert race.end() == [race.committed] * 4
 
 
-@pytest.mark.parametrize("race", [Blind], indirect=True)
-def test_without_the_check_they_are_caught_apart(race: Race) -> None:
-    race.run(300, margin=1)
-    assert race.end() != [race.committed] * 4
+@pytest.mark.parametrize("race", [EIGHT], indirect=True)
+def test_notices_on_eight_nodes(race: Race) -> None:
+    race.run(2000, enough_s=15)
+    assert len(race.committed) > 50
+    assert race.end() == [race.committed] * MANY
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("race", [EIGHT], indirect=True)
+def test_ten_thousand_notices_on_eight_nodes(race: Race) -> None:
+    race.run(10_000, enough_s=3000)
+    assert len(race.committed) == 10_000
+    assert race.end() == [race.committed] * MANY
+
+
+@pytest.mark.parametrize(("kind", "where"), [(Ballot, {}), (Blind, {0: 6, 1: 5})])
+def test_without_the_check_they_are_apart(tmp_path: Path, kind: type[Ballot], where: dict[int, int]) -> None:
+    """One rank has passed the iteration when it is proposed, the other has not: in this order, every time."""
+    page = c.ControlPage.create(str(tmp_path / "page"), 2)
+    seats = [Seat(page, local) for local in range(2)]
+    ballot = kind(page)
+    for seat, iteration in zip(seats, (5, 4), strict=True):
+        page.words[seat.iteration] = iteration
+        assert seat.look(iteration).kind is Kind.NOTHING
+    vote = ballot.consider(Propose(epoch=1, iteration=5, stop=False))
+    ballot.decide(Decide(epoch=1, commit=vote.yes, iteration=5, stop=False))
+    saved = {}
+    for local, iteration in ((0, 6), (1, 5), (1, 6)):
+        page.words[seats[local].iteration] = iteration
+        if seats[local].look(iteration).kind is Kind.SAVE:
+            saved[local] = iteration
+    assert saved == where
+    page.close()
