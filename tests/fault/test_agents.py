@@ -89,6 +89,7 @@ def test_the_cadence_needs_no_agreement(nodes: Nodes) -> None:
 
 
 AGENT_POINTS = [
+    "agent.prepare",
     "agent.proposed",
     "agent.before_vote",
     "agent.after_vote",
