@@ -8,7 +8,9 @@ from __future__ import annotations
 TYPE_CHECKING = False  # importing typing would cost the hooks as much time as the interpreter does
 if TYPE_CHECKING:
     from slurm_resil.ckpt.options import LoadOptions as LoadOptions
+    from slurm_resil.ckpt.state import Sharded as Sharded
     from slurm_resil.core.errors import ResilError as ResilError
+    from slurm_resil.format.manifest import Extent as Extent
     from slurm_resil.integrations import dcp as dcp
     from slurm_resil.session import Checkpointer as Checkpointer
     from slurm_resil.session.loading import load as load
@@ -18,13 +20,25 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Checkpointer": "slurm_resil.session",
+    "Extent": "slurm_resil.format.manifest",
     "LoadOptions": "slurm_resil.ckpt.options",
     "ResilError": "slurm_resil.core.errors",
+    "Sharded": "slurm_resil.ckpt.state",
     "async_save": "slurm_resil.session.standalone",
     "load": "slurm_resil.session.loading",
 }
 _MODULES = {"dcp": "slurm_resil.integrations.dcp"}
-__all__ = ["Checkpointer", "LoadOptions", "ResilError", "__version__", "async_save", "dcp", "load"]
+__all__ = [
+    "Checkpointer",
+    "Extent",
+    "LoadOptions",
+    "ResilError",
+    "Sharded",
+    "__version__",
+    "async_save",
+    "dcp",
+    "load",
+]
 
 
 def __getattr__(name: str) -> object:

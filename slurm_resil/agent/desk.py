@@ -311,8 +311,7 @@ class Desk:
         if not indices:
             rank.send(p.Prepared(layout=layout, indices=[], reason=reason))
             return
-        future = rank.preparing = self._pool.submit(self._lay_out, rank, layout, indices)
-        future.add_done_callback(functools.partial(self._laid_out, rank))
+        rank.preparing = self._pool.submit(self._lay_out, rank, layout, indices)
 
     def _lay_out(self, rank: Rank, layout: str, indices: list[int]) -> None:
         """Thread of the pool."""
@@ -326,16 +325,16 @@ class Desk:
                         done.append(index)
                     else:
                         reason = "the state has another shape by now"
-                except (ResilError, OSError) as error:
+                except (ResilError, OSError, ValueError) as error:
                     reason = f"{type(error).__name__}: {error}"
             self._later(functools.partial(rank.slots.prepared, index))
         if reason:
             event(log, "not_prepared", level=logging.WARNING, rank=rank.rank, prepared=len(done), why=reason)
-        self._later(functools.partial(rank.send, p.Prepared(layout=layout, indices=done, reason=reason)))
+        self._later(functools.partial(self._laid_out, rank, p.Prepared(layout=layout, indices=done, reason=reason)))
 
-    def _laid_out(self, rank: Rank, _: Future[None]) -> None:
-        """Thread of the pool."""
-        self._later(functools.partial(setattr, rank, "preparing", None))
+    def _laid_out(self, rank: Rank, answer: p.Prepared) -> None:
+        rank.preparing = None
+        rank.send(answer)
 
     def _expendable(self, iteration: int) -> bool:
         return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up

@@ -8,6 +8,7 @@ Burst buffer, one directory per job and node, mode 0700, owner: the job's user::
         run.json                         which run this is (RunInfo as JSON)
         slots/<rank>-<k>.h5              preallocated slots
         described/<rank>-<k>.json        what a slot holds, from one layout to the next, see format.draft
+        described/layout-<rank>-<k>.json how a slot is laid out; wanted-<rank>.json: how it should be, see ckpt.slotfile
         manifests/<iteration>-<rank>.json   sealed shards; presence means valid
         durable/<iteration>.json         written by the mover once the PFS file is published
         pins/<iteration>                 lock of whoever reads the shards of that iteration, see core.pins

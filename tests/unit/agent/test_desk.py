@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from slurm_resil.agent.desk import Desk
 from slurm_resil.agent.survey import DRAINED, SHARDS
 from slurm_resil.cli.agent import BurstBuffer
 from slurm_resil.core import paths, pins
+from slurm_resil.core.errors import SpaceError
 from slurm_resil.format.manifest import ShardManifest
 
 
@@ -156,4 +160,74 @@ def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_
     desk.all_sealed(13)
     assert node.left() == {5: {7}, 10: {0, 1}}
     assert {name.partition("-")[0] for name in node.slots()} == {"0", "1", "7"}
+    desk.close()
+
+
+class SlowStore:
+    """Lays slots out when it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.made, self.fails = threading.Semaphore(0), list[int](), ""
+
+    def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
+        assert self.go.acquire(timeout=10)
+        if self.fails:
+            raise SpaceError(self.fails)
+        self.made.append(index)
+        return layout == "a"
+
+
+def preparing(tmp_path: Path) -> tuple[Desk, SlowStore, Ears, Callable[[int], list[dict[str, Any]]]]:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    store, ears = SlowStore(), Ears()
+    desk = Desk(str(tmp_path), "llama", range(1), 3, store, tell=lambda _: None, later=calls.put)  # type: ignore[arg-type]
+    desk.ranks[0].channel = ears  # type: ignore[assignment]
+
+    def heard(count: int) -> list[dict[str, Any]]:
+        """Let the agent's main thread go on until the rank has heard so much."""
+        while len(ears.heard) < count:
+            calls.get(timeout=10)()
+        return ears.heard
+
+    return desk, store, ears, heard
+
+
+def test_a_rank_waits_for_a_slot_that_is_being_laid_out(tmp_path: Path) -> None:
+    desk, store, ears, heard = preparing(tmp_path)
+    rank = desk.ranks[0]
+    desk.hear(rank, p.Prepare(layout="a"), 0.0)
+    desk.hear(rank, p.Prepare(layout="a"), 0.0)
+    assert ears.heard == [p.to_wire(p.Prepared(layout="a", indices=[], reason=p.AT_IT))]
+    desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
+    desk.serve_leases(1.0)
+    assert len(ears.heard) == 1
+    desk.gone(rank)  # what is being laid out is nobody's to write
+    rank.channel = ears  # type: ignore[assignment]
+    desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
+    desk.serve_leases(1.0)
+    assert len(ears.heard) == 1
+    desk.serve_leases(10.0)
+    assert ears.heard[1]["t"] == "NoSlot"
+    store.go.release(3)
+    assert heard(3)[2] == p.to_wire(p.Prepared(layout="a", indices=[0, 1, 2], reason=""))
+    desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 20.0)
+    assert ears.heard[3] == p.to_wire(p.Slot(iteration=1, index=0))
+    desk.hear(rank, p.Prepare(layout="a"), 0.0)
+    store.go.release(2)
+    assert heard(5)[4]["indices"] == [1, 2]  # the other one is being written
+    assert store.made == [0, 1, 2, 1, 2]
+    desk.close()
+
+
+def test_slots_that_cannot_be_laid_out_are_there_all_the_same(tmp_path: Path) -> None:
+    desk, store, _, heard = preparing(tmp_path)
+    rank = desk.ranks[0]
+    store.go.release(9)
+    desk.hear(rank, p.Prepare(layout="old"), 0.0)
+    assert heard(1)[0] == p.to_wire(p.Prepared(layout="old", indices=[], reason="the state has another shape by now"))
+    store.fails = "full"
+    desk.hear(rank, p.Prepare(layout="a"), 0.0)
+    assert "SpaceError: full" in heard(2)[1]["reason"]
+    desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
+    assert heard(3)[2] == p.to_wire(p.Slot(iteration=1, index=0))
     desk.close()
