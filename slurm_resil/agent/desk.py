@@ -31,6 +31,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
+class Preparing:
+    """Slots of a rank that are laid out ahead, one after the other: those that nobody has begun stay free."""
+
+    layout: str
+    done: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Rank:
     """One rank of the node."""
 
@@ -42,7 +50,7 @@ class Rank:
     outcome: p.Loaded | None = None
     lease: tuple[p.Lease, float] | None = None  # and until when it waits
     sealing: dict[int, Future[ShardManifest]] = field(default_factory=dict)
-    preparing: Future[None] | None = None
+    preparing: Preparing | None = None
     results: dict[int, p.Message] = field(default_factory=dict)  # what the leader was told, to say it again
 
     def send(self, message: p.Message) -> None:
@@ -84,6 +92,7 @@ class Desk:
         self.whole: list[int] = []
         self._gone = False  # whether there may be shards of ranks that there are no more
         self._given_up: set[int] = set()
+        self._layouts = ThreadPoolExecutor(1, thread_name_prefix="layout", initializer=_be_nice)
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
     # shards
@@ -306,35 +315,40 @@ class Desk:
     # slots ahead of their first use
 
     def _prepare(self, rank: Rank, layout: str) -> None:
-        indices = [] if rank.preparing is not None else rank.slots.begin_preparing()
-        reason = p.AT_IT if rank.preparing is not None else ""
-        if not indices:
-            rank.send(p.Prepared(layout=layout, indices=[], reason=reason))
+        if rank.preparing is not None:
+            rank.send(p.Prepared(layout=layout, indices=[], reason=p.AT_IT))
             return
-        rank.preparing = self._pool.submit(self._lay_out, rank, layout, indices)
+        rank.preparing = Preparing(layout)
+        self._prepare_next(rank, rank.preparing)
 
-    def _lay_out(self, rank: Rank, layout: str, indices: list[int]) -> None:
-        """Thread of the pool."""
-        done: list[int] = []
+    def _prepare_next(self, rank: Rank, work: Preparing, reason: str = "") -> None:
+        index = None if reason else rank.slots.begin_preparing(work.done)
+        if index is None:
+            rank.preparing = None
+            if reason:
+                event(log, "not_prepared", level=logging.WARNING, rank=rank.rank, prepared=len(work.done), why=reason)
+            indices = [one for one in work.done if rank.slots.is_free(one)]
+            rank.send(p.Prepared(layout=work.layout, indices=indices, reason=reason))
+            return
+        future = self._layouts.submit(self._lay_out, rank, index, work.layout)
+        future.add_done_callback(lambda done: self._later(lambda: self._laid_out(rank, work, index, done)))
+
+    def _lay_out(self, rank: Rank, index: int, layout: str) -> bool:
+        """Thread of its own: seals do not wait for it."""
+        faults.point("agent.prepare")
+        return self._store.prepare(rank.rank, index, rank.slots.count, layout)
+
+    def _laid_out(self, rank: Rank, work: Preparing, index: int, future: Future[bool]) -> None:
+        rank.slots.prepared(index)
         reason = ""
-        for index in indices:
-            if not reason:
-                try:
-                    faults.point("agent.prepare")
-                    if self._store.prepare(rank.rank, index, rank.slots.count, layout):
-                        done.append(index)
-                    else:
-                        reason = "the state has another shape by now"
-                except (ResilError, OSError, ValueError) as error:
-                    reason = f"{type(error).__name__}: {error}"
-            self._later(functools.partial(rank.slots.prepared, index))
-        if reason:
-            event(log, "not_prepared", level=logging.WARNING, rank=rank.rank, prepared=len(done), why=reason)
-        self._later(functools.partial(self._laid_out, rank, p.Prepared(layout=layout, indices=done, reason=reason)))
-
-    def _laid_out(self, rank: Rank, answer: p.Prepared) -> None:
-        rank.preparing = None
-        rank.send(answer)
+        try:
+            if not future.result():
+                reason = "the state has another shape by now"
+        except (ResilError, OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        if not reason:
+            work.done.append(index)
+        self._prepare_next(rank, work, reason)
 
     def _expendable(self, iteration: int) -> bool:
         return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up
@@ -425,6 +439,7 @@ class Desk:
 
     def close(self) -> None:
         """End the threads once what is being sealed is done."""
+        self._layouts.shutdown(wait=True)
         self._pool.shutdown(wait=True)
 
 

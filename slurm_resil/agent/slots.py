@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from slurm_resil.core import paths, pins
@@ -129,12 +129,17 @@ class Slots:
             self.free(newer)
         return found
 
-    def begin_preparing(self) -> list[int]:
-        """Keep the slots that hold nothing for those who lay them out; returns their indices."""
-        found = [index for index, slot in enumerate(self._slots) if not (slot.iteration or slot.busy or slot.preparing)]
-        for index in found:
+    def is_free(self, index: int) -> bool:
+        """Whether a slot holds nothing, and nobody is at it."""
+        slot = self._slots[index]
+        return not (slot.iteration or slot.busy or slot.preparing)
+
+    def begin_preparing(self, done: Collection[int]) -> int | None:
+        """Keep a slot that holds nothing for those who lay it out; None if there is none but those in ``done``."""
+        index = next((one for one in range(self.count) if one not in done and self.is_free(one)), None)
+        if index is not None:
             self._slots[index].preparing = True
-        return found
+        return index
 
     def prepared(self, index: int) -> None:
         """Say that a slot is laid out, or will not be."""

@@ -192,30 +192,42 @@ def preparing(tmp_path: Path) -> tuple[Desk, SlowStore, Ears, Callable[[int], li
     return desk, store, ears, heard
 
 
-def test_a_rank_waits_for_a_slot_that_is_being_laid_out(tmp_path: Path) -> None:
+def test_slots_are_laid_out_ahead_one_by_one(tmp_path: Path) -> None:
     desk, store, ears, heard = preparing(tmp_path)
     rank = desk.ranks[0]
     desk.hear(rank, p.Prepare(layout="a"), 0.0)
     desk.hear(rank, p.Prepare(layout="a"), 0.0)
     assert ears.heard == [p.to_wire(p.Prepared(layout="a", indices=[], reason=p.AT_IT))]
     desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
-    desk.serve_leases(1.0)
-    assert len(ears.heard) == 1
-    desk.gone(rank)  # what is being laid out is nobody's to write
-    rank.channel = ears  # type: ignore[assignment]
+    assert ears.heard[1] == p.to_wire(p.Slot(iteration=1, index=1))  # nobody has begun that one
+    store.go.release(9)
+    assert heard(3)[2] == p.to_wire(p.Prepared(layout="a", indices=[0, 2], reason=""))
+    assert store.made == [0, 2]
+    desk.close()
+
+
+def test_a_rank_waits_for_a_slot_that_is_being_laid_out(tmp_path: Path) -> None:
+    desk, store, ears, heard = preparing(tmp_path)
+    rank = desk.ranks[0]
     desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
-    desk.serve_leases(1.0)
-    assert len(ears.heard) == 1
-    desk.serve_leases(10.0)
-    assert ears.heard[1]["t"] == "NoSlot"
-    store.go.release(3)
-    assert heard(3)[2] == p.to_wire(p.Prepared(layout="a", indices=[0, 1, 2], reason=""))
-    desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 20.0)
-    assert ears.heard[3] == p.to_wire(p.Slot(iteration=1, index=0))
+    desk.hear(rank, p.Lease(iteration=2, wait_s=0.0), 0.0)
     desk.hear(rank, p.Prepare(layout="a"), 0.0)
-    store.go.release(2)
-    assert heard(5)[4]["indices"] == [1, 2]  # the other one is being written
-    assert store.made == [0, 1, 2, 1, 2]
+    desk.hear(rank, p.Lease(iteration=3, wait_s=0.0), 0.0)
+    desk.serve_leases(1.0)
+    assert len(ears.heard) == 2
+    desk.serve_leases(10.0)
+    assert ears.heard[2]["t"] == "NoSlot"
+    desk.gone(rank)  # what is being laid out is nobody's to write, whoever comes
+    rank.channel = ears  # type: ignore[assignment]
+    desk.hear(rank, p.Lease(iteration=4, wait_s=0.0), 20.0)
+    desk.hear(rank, p.Lease(iteration=5, wait_s=0.0), 20.0)
+    assert [one["index"] for one in ears.heard[3:]] == [0, 1]
+    desk.hear(rank, p.Lease(iteration=6, wait_s=0.0), 20.0)
+    assert len(ears.heard) == 5
+    store.go.release()
+    assert heard(6)[5] == p.to_wire(p.Prepared(layout="a", indices=[2], reason=""))
+    desk.serve_leases(21.0)
+    assert ears.heard[6] == p.to_wire(p.Slot(iteration=6, index=2))
     desk.close()
 
 
