@@ -81,30 +81,6 @@ class _Peers:
             handle.result()
         return took
 
-    def dcp_async_process(self) -> float:
-        """The same with a process that writes, which DCP needs a process group for."""
-        from torch import distributed
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
-
-        path = self._path("dcp-process")
-        if not distributed.is_initialized():
-            store = os.path.join(self._directory, "store")
-            distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-            self.close = distributed.destroy_process_group  # type: ignore[method-assign] # nothing to do before
-        began = time.perf_counter()
-        handle = async_save(
-            {"model": self._model.state_dict()},
-            checkpoint_id=path,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        took = time.perf_counter() - began
-        if isinstance(handle, Future):
-            handle.result()
-        return took
-
-    def close(self) -> None:
-        """End what was started."""
-
 
 def _samples(
     work: str, size_bytes: int, tensors: int, dtype: torch.dtype, repeats: int, *, peers: bool
@@ -116,7 +92,6 @@ def _samples(
     peer = _Peers(model, work)
     env = workload.environment(work)
     with workload.cores() as training, contextlib.ExitStack() as stack:
-        stack.callback(lambda: peer.close())
         training(False)
         checkpointer = stack.enter_context(Checkpointer.from_env({"model": model}, strict=True, env=env))
         checkpointer.restore()
@@ -132,8 +107,7 @@ def _samples(
             found["extra"].append(float(own_bytes() - before))
             samples["hash"] = seconds(lambda: _hash_slot(job_dir, size_bytes))
             if peers and number > _WARM:
-                samples |= {"torch": peer.torch_save(), "dcp": peer.dcp()}
-                samples |= {"dcp_async": peer.dcp_async(), "dcp_async_process": peer.dcp_async_process()}
+                samples |= {"torch": peer.torch_save(), "dcp": peer.dcp(), "dcp_async": peer.dcp_async()}
             if number == 1:
                 found["first"] = [samples["save"]]
             if number > _WARM:
@@ -197,8 +171,6 @@ def measure(
         middle = {name: statistics.median(values) for name, values in samples.items()}
         ratios[f"save.eager_copy{suffix}"] = middle["save"] / middle["copy"]
         ratios[f"save.seal_hash{suffix}"] = middle["seal"] / middle["hash"]
-        if "dcp_async_process" in middle:
-            middle["dcp_async"] = min(middle["dcp_async"], middle["dcp_async_process"])
         for name in ("torch", "dcp", "dcp_async"):
             if name in middle:
                 ratios[f"save.peer_{name}"] = middle["save"] / middle[name]

@@ -59,6 +59,7 @@ def a_store(job: str, state: State) -> SlotStore:
         private="error",
         options=LoadOptions(),
         shard=lambda iteration: ShardManifest.load(w.paths.manifest(job, iteration, 0)),
+        shards=lambda iteration: pytest.fail("the number of ranks is as it was"),
         drained=lambda iteration: pytest.fail("nothing is drained"),
     )
 
