@@ -47,7 +47,7 @@ def test_walltime(story: Story, references: References) -> None:
 
 def test_the_limit_is_followed_when_it_changes(story: Story, references: References) -> None:
     """D5: an admin halves what is left; the job must not rely on the end time it once read."""
-    training = ("--iterations", "120", *TINY)
+    training = ("--iterations", "220", *TINY)  # at this pace longer than the new limit, however fast it starts
     reference = references.get(training)
     job = story.submit("shorter", [*training, "--pace", "0.4", "--digest", "digest"], options=["--time=20"])
     story.wait_training(job, starts=1, beyond=5)
