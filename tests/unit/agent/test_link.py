@@ -16,8 +16,8 @@ class Agent:
 
     def __init__(self, path: str) -> None:
         self.heard: queue.SimpleQueue[p.Message] = queue.SimpleQueue()
-        self._server = UnixServer(path, self._serve)
         self._channels: list[Channel] = []
+        self._server = UnixServer(path, self._serve)
 
     def _serve(self, channel: Channel) -> None:
         self._channels.append(channel)
