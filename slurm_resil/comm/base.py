@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -17,14 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from slurm_resil.core import errors
-from slurm_resil.core.errors import ResilError, SpaceError, TryAgainError
+from slurm_resil.core.errors import RefusedError, ResilError, SpaceError, StoppedError, StorageError
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 MAX_WRITE_BYTES = 1 << 30  # of one rank in one collective call: MPI counts are 32 bit
 _OK, _ASKED, _ERROR = 0, 1, 2
-_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG))
+_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT))
+_REFUSED = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG))
+# fmt: off
+_PASSING = frozenset((
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET,
+    errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN,
+    errno.EBUSY, errno.EINTR, errno.ENOLCK, errno.ENXIO, errno.ENODEV,
+))
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +54,16 @@ class Runs:
     def nbytes(self) -> int:
         """Bytes of all runs."""
         return int(self.length.sum())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Runs]) -> Runs:
+        """Runs of several, one after the other."""
+        none = np.empty(0, np.int64)
+        return cls(
+            source=np.concatenate([none, *(part.source for part in parts)]),
+            target=np.concatenate([none, *(part.target for part in parts)]),
+            length=np.concatenate([none, *(part.length for part in parts)]),
+        )
 
     def merged(self) -> Runs:
         """Sort by place in the file and join what is adjacent on both sides."""
@@ -82,6 +101,17 @@ class File(Protocol):
         """Close. Collective."""
 
 
+class Transfer(Protocol):
+    """A message on its way; its buffer belongs to it until :meth:`wait` has returned."""
+
+    def wait(self) -> None:
+        """Wait until a buffer that is sent may be written again, or one that is received into is full.
+
+        Raises:
+            ValueError: The message has another size than the buffer.
+        """
+
+
 class Communicator(Protocol):
     """A group of processes (or threads) that run the same code."""
 
@@ -105,8 +135,20 @@ class Communicator(Protocol):
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send ``parts[i]`` to rank i; return what was sent here, by sender. Collective."""
 
+    def swap(self, values: Sequence[int]) -> list[int]:
+        """Give ``values[i]`` (64 bit) to rank i; return what was given here, by giver. Collective."""
+
     def max(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bit). Collective."""
+
+    def isend(self, data: Bytes, to: int) -> Transfer:
+        """Begin to send a contiguous buffer to another rank, which receives it in the order of sending.
+
+        Not collective. Every transfer must be waited for, on both sides.
+        """
+
+    def irecv(self, out: Bytes, source: int) -> Transfer:
+        """Begin to receive a message of exactly the buffer's size from another rank; see :meth:`isend`."""
 
     def open(self, path: str, hints: Mapping[str, str]) -> File:
         """Open an existing file for writing on all ranks. Collective.
@@ -134,10 +176,15 @@ def bcast_json(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def from_os_error(error: OSError, doing: str) -> ResilError:
-    """Our error for one of the system: no space, quota, read-only and permissions are SpaceError."""
+    """Our error for one of the system.
+
+    No space and quota are SpaceError; read-only and permissions the RefusedError of it; what may pass by itself is
+    StorageError.
+    """
     where = f"{error.filename}: " if error.filename else ""
     message = f"{doing}: {where}{error.strerror or error}"
-    return (SpaceError if error.errno in _SPACE else ResilError)(message)
+    kinds = ((_SPACE, SpaceError), (_REFUSED, RefusedError), (_PASSING, StorageError))
+    return next((kind for numbers, kind in kinds if error.errno in numbers), ResilError)(message)
 
 
 def agree(comm: Communicator, error: ResilError | None, *, asked: bool = False) -> bool:
@@ -157,7 +204,7 @@ def agree(comm: Communicator, error: ResilError | None, *, asked: bool = False) 
     worst = comm.max(_ERROR if error is not None else _ASKED if asked else _OK)
     if worst < _ERROR:
         return worst == _ASKED
-    raise _joined(allgather_json(comm, _packed(error))) from error
+    raise _joined(allgather_json(comm, [_node(), _packed(error)])) from error
 
 
 @contextlib.contextmanager
@@ -181,9 +228,9 @@ def agreed(comm: Communicator, doing: str) -> Iterator[None]:
     agree(comm, problem)
 
 
-def stopped(what: str) -> TryAgainError:
+def stopped(what: str) -> StoppedError:
     """Error of a collective operation that was asked to stop."""
-    return TryAgainError(f"{what}: stopped as asked, nothing was published", mend="run it again")
+    return StoppedError(f"{what}: stopped as asked, nothing was published", mend="run it again")
 
 
 def _packed(error: ResilError | None) -> dict[str, Any] | None:
@@ -193,12 +240,27 @@ def _packed(error: ResilError | None) -> dict[str, Any] | None:
     return {"type": type(error).__name__, "message": error.message, "mend": error.mend, "context": context}
 
 
-def _joined(packed: list[dict[str, Any] | None]) -> ResilError:
-    parts = [part for part in packed if part is not None]
-    messages = list(dict.fromkeys(part["message"] for part in parts))
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def _joined(packed: list[tuple[str, dict[str, Any] | None]]) -> ResilError:
+    parts = [part for _, part in packed if part is not None]
+    nodes: dict[str, list[str]] = {part["message"]: [] for part in parts}
+    for node, part in packed:
+        if part is not None and node not in nodes[part["message"]]:
+            nodes[part["message"]].append(node)
+    everywhere = len({node for node, _ in packed})  # paths are the same on all nodes: whose it is, is told by the name
+    messages = [message + _on(message, where, everywhere) for message, where in nodes.items()]
     text = "; ".join(messages[:8]) + (f"; and {len(messages) - 8} more" if len(messages) > 8 else "")
     first = parts[0]
     kind = getattr(errors, first["type"], ResilError)
     if not (isinstance(kind, type) and issubclass(kind, ResilError)):
         kind = ResilError
     return kind(text, mend=first["mend"], **(first["context"] if len(messages) == 1 else {}))
+
+
+def _on(message: str, nodes: list[str], of: int) -> str:
+    if len(nodes) == of or (len(nodes) == 1 and nodes[0] in message):
+        return ""
+    return f" (on {', '.join(nodes[:4])}{f' and {len(nodes) - 4} more' if len(nodes) > 4 else ''})"

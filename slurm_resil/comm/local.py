@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from slurm_resil.comm.base import MAX_WRITE_BYTES, Bytes, Runs
@@ -21,6 +23,20 @@ class _Group:
         self._changed = threading.Condition()
         self._arrived = self._generation = 0
         self._broken = False
+        self._sent: dict[tuple[int, int, int], Bytes] = {}  # by sender, receiver, and number between these two
+
+    def send(self, pair: tuple[int, int], number: int, data: Bytes) -> None:
+        with self._changed:
+            self._sent[(*pair, number)] = data
+            self._changed.notify_all()
+
+    def receive(self, pair: tuple[int, int], number: int) -> Bytes:
+        key = (*pair, number)
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken or key in self._sent, _TIMEOUT_S)
+            if key not in self._sent:
+                raise threading.BrokenBarrierError
+            return self._sent.pop(key)
 
     def wait(self) -> None:
         with self._changed:
@@ -41,6 +57,27 @@ class _Group:
         with self._changed:
             self._broken = True
             self._changed.notify_all()
+
+
+class Sent:
+    """A message that was copied when it was sent."""
+
+    def wait(self) -> None:
+        """See Transfer."""
+
+
+class Awaited:
+    """A message to be received."""
+
+    def __init__(self, group: _Group, pair: tuple[int, int], number: int, out: Bytes) -> None:
+        self._group, self._pair, self._number, self._out = group, pair, number, out
+
+    def wait(self) -> None:
+        """See Transfer."""
+        data = self._group.receive(self._pair, self._number)
+        if data.size != self._out.size:
+            raise ValueError(f"a message of {data.size} bytes, expected {self._out.size}")
+        self._out[:] = data
 
 
 class LocalFile:
@@ -86,6 +123,8 @@ class LocalCommunicator:
     def __init__(self, rank: int = 0, group: _Group | None = None) -> None:
         self._rank = rank
         self._group = group or _Group(1)
+        self._to: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._from: dict[int, Iterator[int]] = defaultdict(itertools.count)
 
     @property
     def rank(self) -> int:
@@ -113,6 +152,10 @@ class LocalCommunicator:
         """See Communicator."""
         return [shown[self._rank] for shown in self._shown(parts)]
 
+    def swap(self, values: Sequence[int]) -> list[int]:
+        """See Communicator."""
+        return [int(part) for part in self.exchange([str(value).encode() for value in values])]
+
     def _shown(self, parts: Sequence[bytes]) -> list[Sequence[bytes]]:
         self._group.parts[self._rank] = parts
         self.barrier()
@@ -123,6 +166,15 @@ class LocalCommunicator:
     def max(self, value: int) -> int:
         """See Communicator."""
         return max(int(part) for part in self.allgather(str(value).encode()))
+
+    def isend(self, data: Bytes, to: int) -> Sent:
+        """See Communicator."""
+        self._group.send((self._rank, to), next(self._to[to]), data.copy())
+        return Sent()
+
+    def irecv(self, out: Bytes, source: int) -> Awaited:
+        """See Communicator."""
+        return Awaited(self._group, (source, self._rank), next(self._from[source]), out)
 
     def open(self, path: str, hints: Mapping[str, str]) -> LocalFile:
         """See Communicator."""

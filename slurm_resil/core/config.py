@@ -15,134 +15,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from slurm_resil.core import units
-from slurm_resil.core.errors import ConfigError, UsageError
-from slurm_resil.core.retention import ALL, Best, parse_best
+from slurm_resil.core import reading
+from slurm_resil.core.errors import ConfigError
+from slurm_resil.core.failure_groups import AUTO, Source
+from slurm_resil.core.protection import USUAL, Protection, contradiction
+from slurm_resil.core.reading import JOB_SETTINGS
+from slurm_resil.core.retention import Best
 
 DEFAULT_PATH = "/etc/slurm-resil/site.toml"
 PATH_VARIABLE = "SLURM_RESIL_SITE"
-MODES = ("observe", "act")
-# what [security] user_may can name: settings of a job, see core.settings
-JOB_SETTINGS = ("bb_root", "prefix", "every", "interval", "lead", "cap", "engine", "keep")
-
-_PLACEHOLDER = re.compile(r"\{[^}]*\}?")
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_HINT = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-class _BadError(Exception):
-    """A value that cannot be; the text says what is needed instead."""
-
-
-def _path(value: object) -> str:
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise _BadError("an absolute path is needed")
-    if any(ord(char) < 32 for char in value):
-        raise _BadError("a path has no control characters")
-    plain = os.path.normpath(value)
-    if plain == "/":
-        raise _BadError("the root of the file system is no directory for this")
-    return plain
-
-
-def _fixed_path(value: object) -> str:
-    plain = _path(value)
-    if _PLACEHOLDER.search(plain):
-        raise _BadError("this path is the same for all users: no {user} or {uid} here")
-    return plain
-
-
-def _user_path(value: object) -> str:
-    plain = _path(value)
-    odd = sorted(set(_PLACEHOLDER.findall(plain)) - {"{user}", "{uid}"})
-    if odd:
-        raise _BadError(f"{', '.join(odd)} means nothing here, only {{user}} and {{uid}} do")
-    return plain
-
-
-def _duration(value: object) -> float:
-    if not isinstance(value, str):
-        raise _BadError("a duration is needed, in quotes and with its unit")
-    try:
-        return units.period_s(value)
-    except UsageError as error:
-        raise _BadError("a duration is needed, with its unit, more than nothing and a year at most") from error
-
-
-def _rate(value: object) -> float:
-    if not isinstance(value, str) or not value.rstrip().endswith("/s"):
-        raise _BadError("bytes per second are needed, in quotes and with /s at the end")
-    try:
-        size = units.size_bytes(value.rstrip().removesuffix("/s"))
-    except UsageError as error:
-        raise _BadError("bytes per second are needed") from error
-    if size < 1:
-        raise _BadError("at least one byte per second is needed")
-    return float(size)
-
-
-def _count(least: int) -> Callable[[object], int]:
-    def read(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise _BadError(f"a whole number from {least} is needed")
-        return value
-
-    return read
-
-
-def _keep_last(value: object) -> int:
-    return ALL if value == "all" else _count(1)(value)
-
-
-def _keep_best(value: object) -> Best:
-    try:
-        return parse_best(value if isinstance(value, str) else "")
-    except UsageError as error:
-        raise _BadError("a metric with its direction is needed") from error
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _BadError("true or false is needed")
-    return value
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise _BadError("a name of letters, digits and . _ - is needed")
-    return value
-
-
-def _address(value: object) -> str:
-    try:
-        units.host_port(value if isinstance(value, str) else "")
-    except UsageError as error:
-        raise _BadError("HOST:PORT is needed") from error
-    return str(value)
-
-
-def _mode(value: object) -> str:
-    if not isinstance(value, str) or value not in MODES:
-        raise _BadError(f"one of {', '.join(MODES)} is needed")
-    return value
-
-
-def _hints(value: object) -> Mapping[str, str]:
-    if not isinstance(value, dict):
-        raise _BadError("a table of MPI-IO hints is needed")
-    for key, hint in value.items():
-        if not _HINT.fullmatch(key) or isinstance(hint, bool) or not isinstance(hint, (str, int)) or hint == "":
-            raise _BadError(f"the hint {key} needs a text or a whole number")
-    return MappingProxyType({key: str(hint) for key, hint in value.items()})
-
-
-def _settings(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _BadError("a list of names is needed")
-    odd = [item for item in value if item not in JOB_SETTINGS]
-    if odd:
-        raise _BadError(f"{', '.join(map(repr, odd))} cannot be named here, only {', '.join(JOB_SETTINGS)}")
-    return tuple(dict.fromkeys(value))
+RETRY_S = 60.0
 
 
 def _key(default: Any, read: Callable[[object], object], example: str, name: str = "") -> Any:
@@ -157,11 +39,15 @@ class BurstBuffer:
         root: Directory on every node, owned by root; None: one per user in ``/dev/shm``.
         all_jobs: The prolog makes directories for jobs without ``--resil`` too.
         log: File of prolog and epilog; empty: standard error, which slurmd logs.
+        slots: Checkpoints of each rank that there is room for; None: 3, or 4 where nodes protect each other.
+        keep_s: How long what is nowhere else is kept on a node after its job's end, seconds; None: until it is durable.
     """
 
-    root: str | None = _key(None, _fixed_path, '"/local/slurm-resil"')
-    all_jobs: bool = _key(False, _switch, "false")
-    log: str = _key("", _fixed_path, '"/var/log/slurm-resil-hooks.jsonl"')
+    root: str | None = _key(None, reading.fixed_path, '"/local/slurm-resil"')
+    all_jobs: bool = _key(False, reading.switch, "false")
+    log: str = _key("", reading.fixed_path, '"/var/log/slurm-resil-hooks.jsonl"')
+    slots: int | None = _key(None, reading.slots, "3")
+    keep_s: float | None = _key(None, reading.duration, '"7d"', "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +62,12 @@ class Prefix:
         keep_best: The best by a metric stay.
     """
 
-    root: str | None = _key(None, _user_path, '"/scratch/{user}/slurm-resil"')
-    keep_last: int | None = _key(None, _keep_last, "3")
-    keep_every: int | None = _key(None, _count(1), "10000")
-    keep_interval_s: float | None = _key(None, _duration, '"6h"', "keep_interval")
+    root: str | None = _key(None, reading.user_path, '"/scratch/{user}/slurm-resil"')
+    keep_last: int | None = _key(None, reading.keep_last, "3")
+    keep_every: int | None = _key(None, reading.count(1), "10000")
+    keep_interval_s: float | None = _key(None, reading.duration, '"6h"', "keep_interval")
     keep_best: Best | None = dataclasses.field(
-        default=None, metadata={"read": _keep_best, "example": '"loss:min"', "name": ""}
+        default=None, metadata={"read": reading.keep_best, "example": '"loss:min"', "name": ""}
     )
 
 
@@ -195,25 +81,56 @@ class Schedule:
         interval_s: Seconds between checkpoints; None: no cadence by time.
     """
 
-    lead_s: float | None = _key(None, _duration, '"90s"', "lead")
-    every: int | None = _key(None, _count(1), "500")
-    interval_s: float | None = _key(None, _duration, '"10min"', "interval")
+    lead_s: float | None = _key(None, reading.duration, '"90s"', "lead")
+    every: int | None = _key(None, reading.count(1), "500")
+    interval_s: float | None = _key(None, reading.duration, '"10min"', "interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redundancy:
+    """``[redundancy]``: what protects checkpoints from the loss of nodes before they are drained.
+
+    Attributes:
+        scheme: How checkpoints are protected, see :mod:`slurm_resil.core.protection`.
+        set_size: Nodes that protect each other, about; None: 4 to 8, by the failure groups.
+        failure_groups: Where it is known which nodes fail together, that which matters most first.
+    """
+
+    scheme: Protection = dataclasses.field(
+        default=USUAL, metadata={"read": reading.protection, "example": '"xor,rs:2/10"', "name": ""}
+    )
+    set_size: int | None = _key(None, reading.members, "8")
+    failure_groups: tuple[Source, ...] = _key((Source(kind=AUTO),), reading.sources, '"feature:rack=(.+)"')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """``[drain]``: from the burst buffer to the parallel file system.
+    """``[drain]``: from the burst buffer to the parallel file system, and back.
 
     Attributes:
         cap_bytes_s: Limit while training, all nodes of a job together, bytes/s; None: none.
+        retry_s: Waits for storage that refuses, in all and without getting on, before a drain gives up, seconds.
+        fetch: Whether a drained checkpoint is staged before ranks restore it; ``auto``: on two nodes or more.
         hints: MPI-IO hints by name.
+        buffer_bytes: Memory of each mover for data, bytes; None: the mover's own.
+        gather: Movers put narrow parts of a tensor together themselves; False: that is left to MPI, by its hints.
+        late: Who makes durable what a job that is gone has left on its nodes: ``epilog``, a process that the epilog
+            starts for the job's owner; ``job``, a job that the launcher submits for it; ``off``, nobody. By default
+            the epilog: it needs nothing but itself, and submits nothing in anybody's name.
+        late_limit_s: Longest time that the epilog's process may take, seconds.
     """
 
-    cap_bytes_s: float | None = _key(None, _rate, '"2GB/s"', "cap")
+    cap_bytes_s: float | None = _key(None, reading.rate, '"2GB/s"', "cap")
+    retry_s: float = _key(RETRY_S, reading.patience, '"5min"', "retry")
+    fetch: str = _key("auto", reading.one_of("auto", "on", "off"), '"auto"')
     hints: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: MappingProxyType({}),
-        metadata={"read": _hints, "example": "{ striping_factor = 8 }", "name": ""},
+        metadata={"read": reading.hints, "example": "{ striping_factor = 8 }", "name": ""},
     )
+    buffer_bytes: int | None = _key(None, reading.buffer, '"64MiB"', "buffer")
+    gather: bool = _key(True, reading.switch, "true")
+    late: str = _key("epilog", reading.one_of("epilog", "job", "off"), '"epilog"')
+    late_limit_s: float = _key(3600.0, reading.duration, '"1h"', "late_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +142,8 @@ class Requeue:
         max_idle_attempts: Attempts in a row that gain no iteration, before the job is held.
     """
 
-    max_restarts: int = _key(3, _count(0), "3")
-    max_idle_attempts: int = _key(3, _count(1), "3")
+    max_restarts: int = _key(3, reading.count(0), "3")
+    max_idle_attempts: int = _key(3, reading.count(1), "3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +154,7 @@ class Spares:
         reservation: Slurm reservation that holds them; empty: there are none.
     """
 
-    reservation: str = _key("", _name, '"spares"')
+    reservation: str = _key("", reading.name, '"spares"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +167,9 @@ class Engine:
         db: Its database.
     """
 
-    address: str = _key("", _address, '"ctl.example.org:7878"')
-    mode: str = _key("observe", _mode, '"observe"')
-    db: str = _key("/var/lib/slurm-resil/engine.db", _fixed_path, '"/var/lib/slurm-resil/engine.db"')
+    address: str = _key("", reading.address, '"ctl.example.org:7878"')
+    mode: str = _key("observe", reading.one_of(*reading.MODES), '"observe"')
+    db: str = _key("/var/lib/slurm-resil/engine.db", reading.fixed_path, '"/var/lib/slurm-resil/engine.db"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +180,7 @@ class Security:
         user_may: Settings that a job may have of its own.
     """
 
-    user_may: tuple[str, ...] = _key(JOB_SETTINGS, _settings, '["every", "interval", "lead"]')
+    user_may: tuple[str, ...] = _key(JOB_SETTINGS, reading.settings, '["every", "interval", "lead"]')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +197,7 @@ class Site:
     burst_buffer: BurstBuffer = BurstBuffer()
     prefix: Prefix = Prefix()
     schedule: Schedule = Schedule()
+    redundancy: Redundancy = Redundancy()
     drain: Drain = Drain()
     requeue: Requeue = Requeue()
     spares: Spares = Spares()
@@ -295,6 +213,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "burst_buffer": BurstBuffer,
     "prefix": Prefix,
     "schedule": Schedule,
+    "redundancy": Redundancy,
     "drain": Drain,
     "requeue": Requeue,
     "spares": Spares,
@@ -403,7 +322,7 @@ def _section(name: str, table: Mapping[str, object], path: str, given: set[str],
         try:
             values[known[key].name] = known[key].metadata["read"](value)
             given.add(f"{name}.{key}")
-        except _BadError as error:
+        except reading.BadError as error:
             faults.append(f"{path}: [{name}] {key} is {value!r}: {error}, as in {key} = {example}")
     return _SECTIONS[name](**values)
 
@@ -425,6 +344,9 @@ def _contradictions(site: Site, said: set[str]) -> list[str]:
             "[burst_buffer] all_jobs is true without a root: the prolog needs a directory of the site, "
             'as in root = "/local/slurm-resil"'
         )
+    size_fault = contradiction(site.redundancy.scheme, site.redundancy.set_size)
+    if size_fault:
+        found.append(f"[redundancy] {size_fault}")
     if site.engine.mode == "act" and "engine.address" not in said:
         found.append("[engine] mode is 'act' without an address: nobody reaches it, as in address = \"ctl:7878\"")
     if site.spares.reservation and "engine.address" not in said:

@@ -8,7 +8,7 @@ and then loads the iterations. Without a full barrier both can miss each other. 
 issue a fence, so the agent does it for both sides with ``membarrier``: the expedited kind if all ranks have registered
 for it (microseconds, and it works on nohz_full processors), else the global kind (tens of milliseconds).
 
-Head words: see ``MAGIC`` to ``GOING``; rank block words: see ``ITERATION`` to ``WAITING``.
+Head words: see ``MAGIC`` to ``DURABLE``; rank block words: see ``ITERATION`` to ``WAITING``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ VOTED = 10  # epoch for which the agent has said yes
 CYCLE = 11  # launch of the ranks that the page is for
 ATTEMPT = 12  # both plus one, 0: not said yet
 GOING = 13  # number of the restore plan that the ranks have started from, 0 before
+PROTECTED = 14  # newest iteration that survives the loss of nodes
+DURABLE = 15  # newest iteration that is durable
 HEAD_WORDS = 16
 
 # block of a rank, written by that rank

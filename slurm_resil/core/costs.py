@@ -2,7 +2,8 @@
 
 File ``costs.json`` in the run's directory: ``{"version": 1, "samples": {"copy": [0.21, ...], ...}}``, the newest
 samples last. Names: ``copy`` (tensors into the slot), ``seal`` (hash and publish), ``save`` (from a proposal until all
-ranks have sealed), ``drain`` (burst buffer to the parallel file system, verified). All in seconds.
+ranks have sealed), ``encode`` (redundancy on other nodes), ``drain`` (burst buffer to the parallel file system,
+verified). All in seconds.
 """
 
 from __future__ import annotations

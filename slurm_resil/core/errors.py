@@ -114,8 +114,28 @@ class TryAgainError(ResilError):
     retryable = True
 
 
+class StoppedError(TryAgainError):
+    """Asked to end, by a signal or an order, before it was done."""
+
+
 class SpaceError(ResilError):
     """Storage is full, too small, read-only or over quota; names the path and both sizes."""
+
+
+class CapacityError(SpaceError):
+    """Storage could not hold what is needed even if it were empty: a new start does not mend that."""
+
+    exit_code = EXIT_CONFIG
+
+
+class RefusedError(SpaceError):
+    """Storage that does not let this user write: read-only, or no permission. Waiting does not help."""
+
+
+class StorageError(ResilError):
+    """Storage failed in a way that may pass: an input or output error, a stale handle, a server that is away."""
+
+    retryable = True
 
 
 def missing_path(path: str | os.PathLike[str], what: str, mend: str) -> ConfigError:

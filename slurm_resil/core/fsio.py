@@ -114,6 +114,32 @@ def _open_plain(path: StrPath) -> BinaryIO:
     return open(fd, "rb")
 
 
+def pread_into(fd: int, view: memoryview, offset: int, name: str) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+        DataError: The file ends before.
+        OSError: It cannot be read.
+    """
+    while view:
+        done = os.preadv(fd, [view], offset)
+        if done == 0:
+            raise DataError(f"{name} is truncated: it ends at byte {offset}")
+        view, offset = view[done:], offset + done
+
+
+def in_memory(fd: int) -> bool:
+    """Whether an open file lies in memory, as in tmpfs: mapped pages can then always be read, up to its end."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == name:
+                return after.split()[0] in ("tmpfs", "ramfs", "devtmpfs")
+    return False
+
+
 @contextlib.contextmanager
 def open_dir(path: StrPath, *, dir_fd: int | None = None) -> Iterator[int]:
     """Open a directory without following a link in its last part; yields the descriptor."""

@@ -25,8 +25,9 @@ class Metrics:
         for name, value in values.items():
             if not METRIC.fullmatch(name):
                 raise UsageError(f"metric({name!r}=...) is no name", mend="without spaces and colons, as in loss")
+            plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns of a loss with its graph
             try:
-                self._values[name] = float(value)
+                self._values[name] = float(plain)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"metric({name}={value!r:.100}): a number is needed") from error
 

@@ -16,6 +16,21 @@ class Level(enum.IntEnum):
     DURABLE = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """The newest iteration of a run at each level of durability, 0 for none.
+
+    Attributes:
+        local: That all ranks have sealed.
+        protected: That survives the loss of nodes: by redundancy, or because it is durable.
+        durable: That is verified on the parallel file system.
+    """
+
+    local: int = 0
+    protected: int = 0
+    durable: int = 0
+
+
 class CheckpointState(enum.StrEnum):
     """State of a checkpoint in the catalog."""
 
@@ -25,6 +40,7 @@ class CheckpointState(enum.StrEnum):
     DRAINING = "DRAINING"
     DURABLE = "DURABLE"
     LOST = "LOST"
+    DROPPED = "DROPPED"
 
 
 class NoticeKind(enum.StrEnum):

@@ -8,20 +8,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from slurm_resil.core import units
+from slurm_resil.core import io_hints, units
 from slurm_resil.core.config import PATH_VARIABLE, Site
 from slurm_resil.core.errors import ConfigError, UsageError
+from slurm_resil.core.protection import MOST_MEMBERS, Protection, contradiction
+from slurm_resil.core.reading import MOST_SLOTS
 from slurm_resil.core.retention import Best, Retention, parse_best, parse_last
 
 T = TypeVar("T")
 
 PREFIX = "SLURM_RESIL_"
+SLOTS = 3  # of each rank: one is written, one is the newest, one more can be drained
 MOST = 10**11  # iterations: what the SPANK plugin takes at most, too
 KEEP_VARIABLES = tuple(PREFIX + name for name in ("KEEP_LAST", "KEEP_EVERY", "KEEP_INTERVAL", "KEEP_BEST"))
 # what a person sets
 VARIABLES = (
     *(PREFIX + name for name in ("BB_ROOT", "CAP", "ENGINE", "EVERY", "INTERVAL", "LEAD", "PREFIX", "RUN_ID")),
     *KEEP_VARIABLES,
+    *(PREFIX + name for name in ("HINTS", "REDUNDANCY", "RETRY", "SET_SIZE", "SLOTS")),
     PATH_VARIABLE,
 )
 # what the launcher, the sandbox and the tests tell their children
@@ -29,6 +33,7 @@ _OWN = frozenset(
     PREFIX + name
     for name in (
         *("ATTEMPT", "CYCLE", "LAYOUT", "LEADER", "LOCAL_RANK", "NODES", "NODE_RANK", "RANKS_PER_NODE", "WORLD_SIZE"),
+        "SLOT_COUNT",  # not what a person asks for, which the site may leave to nobody
         *("CACHE", "FAULT", "SANDBOX", "SANDBOX_NODE", "SANDBOX_OF"),
     )
 )
@@ -59,8 +64,13 @@ class Settings:
         interval_s: Seconds between checkpoints; None: no such cadence.
         lead_s: Time to save before a deadline, seconds; None: from measured times.
         cap_bytes_s: Limit of drains while training, bytes/s; None: none.
+        retry_s: How long a drain waits for storage that refuses, in all and without getting on, seconds.
+        hints: MPI-IO hints of drains.
         engine: ``HOST:PORT`` of the recovery engine; empty: none.
         keep_last: See :class:`slurm_resil.core.retention.Retention`; so for the other three.
+        redundancy: How checkpoints are protected.
+        set_size: Nodes that protect each other, about; None: by the failure groups.
+        slots: Slots of each rank; None: the default, see :attr:`slot_count`.
     """
 
     bb_root: Value[str]
@@ -69,11 +79,21 @@ class Settings:
     interval_s: Value[float | None]
     lead_s: Value[float | None]
     cap_bytes_s: Value[float | None]
+    retry_s: Value[float]
+    hints: Value[Mapping[str, str]]
     engine: Value[str]
     keep_last: Value[int | None]
     keep_every: Value[int | None]
     keep_interval_s: Value[float | None]
     keep_best: Value[Best | None]
+    redundancy: Value[Protection]
+    set_size: Value[int | None]
+    slots: Value[int | None]
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of each rank; where nodes protect each other one more, which can be encoded."""
+        return self.slots.value or (SLOTS + 1 if self.redundancy.value.protects else SLOTS)
 
     @property
     def retention(self) -> Retention:
@@ -102,6 +122,8 @@ class Settings:
             interval_s=read.get("interval", "INTERVAL", _duration, "schedule", "interval", site.schedule.interval_s),
             lead_s=read.get("lead", "LEAD", _duration, "schedule", "lead", site.schedule.lead_s),
             cap_bytes_s=read.get("cap", "CAP", _rate, "drain", "cap", site.drain.cap_bytes_s),
+            retry_s=read.get("retry", "RETRY", units.wait_s, "drain", "retry", site.drain.retry_s),
+            hints=read.get("hints", "HINTS", io_hints.parse, "drain", "hints", site.drain.hints),
             engine=read.get("engine", "ENGINE", _address, "engine", "address", site.engine.address),
             keep_last=read.get("keep", "KEEP_LAST", _last, "prefix", "keep_last", prefix.keep_last),
             keep_every=read.get("keep", "KEEP_EVERY", _count, "prefix", "keep_every", prefix.keep_every),
@@ -109,7 +131,15 @@ class Settings:
                 "keep", "KEEP_INTERVAL", _duration, "prefix", "keep_interval", prefix.keep_interval_s
             ),
             keep_best=read.get("keep", "KEEP_BEST", _best, "prefix", "keep_best", prefix.keep_best),
+            redundancy=read.get(
+                "redundancy", "REDUNDANCY", Protection.parse, "redundancy", "scheme", site.redundancy.scheme
+            ),
+            set_size=read.get("redundancy", "SET_SIZE", _members, "redundancy", "set_size", site.redundancy.set_size),
+            slots=read.get("slots", "SLOTS", _slots, "burst_buffer", "slots", site.burst_buffer.slots),
         )
+        odd = contradiction(made.redundancy.value, made.set_size.value)
+        if odd:
+            read.faults.append(f"{odd} (from {made.redundancy.source}; {made.set_size.source})")
         if read.faults:
             raise ConfigError("the environment makes no sense", faults=tuple(read.faults))
         return made
@@ -196,6 +226,18 @@ def _absolute(text: str) -> str:
 def _count(text: str) -> int | None:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:20]) < MOST:
         raise UsageError(f"{text!r} is not a whole number of iterations, from 1 to less than {MOST}", mend="as in 500")
+    return int(text)
+
+
+def _members(text: str) -> int | None:
+    if not (text.isascii() and text.isdigit()) or not 2 <= int(text[:20]) <= MOST_MEMBERS:
+        raise UsageError(f"{text!r} is no size of a set, from 2 to {MOST_MEMBERS}", mend="as in 8")
+    return int(text)
+
+
+def _slots(text: str) -> int | None:
+    if not (text.isascii() and text.isdigit()) or not 2 <= int(text[:20]) <= MOST_SLOTS:
+        raise UsageError(f"{text!r} is no number of slots, from 2 to {MOST_SLOTS}", mend="as in 3")
     return int(text)
 
 

@@ -58,6 +58,18 @@ def period_s(text: str) -> float:
     return seconds
 
 
+def wait_s(text: str) -> float:
+    """Parse a duration that something is waited for: none at all (``0s``), and a year at most.
+
+    Raises:
+        UsageError: It is none.
+    """
+    seconds = duration_s(text)
+    if seconds > LONGEST_S:
+        raise UsageError(f"{text!r} is longer than a year", mend="write 45s, 10min, 1h30m or 1-12:00:00")
+    return seconds
+
+
 def host_port(text: str) -> tuple[str, int]:
     """Parse ``host:port``, ``address:port`` or ``[IPv6 address]:port``.
 

@@ -61,6 +61,11 @@ class ItemHash:
         self._filled = 0
 
 
+def count(item: Item) -> int:
+    """In how many blocks an item is hashed: one if it is hashed whole."""
+    return -(-item.nbytes // item.block_bytes) if item.block_bytes else 1
+
+
 def block_range(item: Item, index: int) -> tuple[int, int]:
     """First byte of a block in its item, and the byte after its last; an item that is hashed whole has one block."""
     if not item.block_bytes:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from slurm_resil.core.errors import UsageError
 from slurm_resil.format.manifest import digest
@@ -113,6 +115,28 @@ _ODD = re.compile("[/%~\x00-\x1f\x7f\ud800-\udfff]")
 
 def _is_odd(char: str) -> bool:
     return _ODD.search(char) is not None
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of items as other programs know them: the keys as they were in the state, joined by ``/``.
+
+    Keys that are no text, and those that were too long, stay encoded, and so do names that would be the same then.
+    """
+    plain = {name: "/".join(map(_decode_part, name.split("/"))) for name in names}
+    while taken := {text for text, count in Counter(plain.values()).items() if count > 1}:
+        plain = {name: name if text in taken else text for name, text in plain.items()}
+    return plain
+
+
+def _decode_part(part: str) -> str:
+    if part.startswith("~") or "~~" in part or "%" not in part:
+        return part
+    if part == "%":
+        return ""
+    try:
+        return urllib.parse.unquote(part, encoding="utf-8", errors="strict")
+    except UnicodeDecodeError:  # a lone surrogate, which no file has
+        return part
 
 
 def _quote(char: str) -> str:

@@ -12,6 +12,8 @@ import signal
 import subprocess
 from collections.abc import Iterable, Mapping
 
+from ClusterShell.NodeSet import NodeSet
+
 from slurm_resil.core.errors import ConfigError, NoSuchJobError, NotPermittedError, ServiceError
 from slurm_resil.slurm.job import FORMAT, JobRecord, nodes_of, read_job
 
@@ -19,6 +21,8 @@ TIMEOUT_S = 20.0
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=(.*?)(?=\s[A-Za-z][A-Za-z/:]*=|$)")
 _NODE_TEXT = re.compile(r"\s(Reason|Comment|Extra)=(.*)", re.DOTALL)
 _MEND = "`scontrol ping` says whether slurmctld runs, SLURM_CONF where slurm.conf is"
+# what commands say that end well although they have failed: squeue leaves out a column that it does not know
+_FAILED = ("Invalid job format specification", "slurm_load_topo error")
 _REFUSED = (
     "access/permission denied",
     "invalid user id",
@@ -45,6 +49,13 @@ def fields(line: str) -> dict[str, str]:
     return found
 
 
+def host_list(names: Iterable[str]) -> str:
+    """Write names in short: the kernel takes no argument of more than 128 KiB, which is fewer than 16,000 nodes."""
+    found = NodeSet.fromlist(list(names))
+    found.fold_axis = (-1,)  # Slurm reads one bracket in a name everywhere
+    return str(found)
+
+
 class Commands:
     """Runs Slurm's commands; times in their output are Unix seconds.
 
@@ -53,8 +64,9 @@ class Commands:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        # what a person has set to have squeue leave jobs out would make them look as if they were gone
-        plain = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
+        # what a person has set to have squeue leave jobs out would make them look as if they were gone, and scontrol
+        # can be told to cut lines off
+        plain = {name: value for name, value in env.items() if not name.startswith(("SQUEUE_", "SLURM_TOPO_LEN"))}
         self._env = {**plain, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
         self.count = 0
 
@@ -94,8 +106,7 @@ class Commands:
             raise ServiceError(f"{argv[0]} did not answer in {TIMEOUT_S:g} s", mend=_MEND) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # squeue leaves out a column that it does not know, and ends well
-        if done.returncode != 0 or "Invalid job format specification" in done.stderr:
+        if done.returncode != 0 or any(text in done.stderr for text in _FAILED):
             words = (done.stderr or done.stdout).strip() or f"{argv[0]} ended with code {done.returncode}"
             if "invalid job id" in words.lower():
                 raise NoSuchJobError(f"Slurm knows no such job, or not any more: {words}", mend="squeue lists the jobs")
@@ -152,6 +163,18 @@ class Commands:
         said = self.run("scontrol", "show", "config")
         return dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", said, re.MULTILINE))
 
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all nodes of the cluster.
+
+        Raises:
+            ServiceError: See :meth:`run`; also when there is none.
+        """
+        lines = self.run("scontrol", "-o", "show", "node").splitlines()
+        found = tuple(name for line in lines if (name := fields(line).get("NodeName")))
+        if not found:
+            raise ServiceError("scontrol show node says nothing")
+        return found
+
     def slurmds(self, names: Iterable[str]) -> dict[str, tuple[str, int]]:
         """Address and port of the slurmd of each node.
 
@@ -159,7 +182,7 @@ class Commands:
             ServiceError: See :meth:`run`; also when a node's cannot be told.
         """
         names, found, usual = list(names), {}, ""
-        for line in self.run("scontrol", "-o", "show", "node", ",".join(names)).splitlines():
+        for line in self.run("scontrol", "-o", "show", "node", host_list(names)).splitlines():
             node = fields(line)
             port = node.get("Port") or usual  # said only if it is not the cluster's
             if not port:
