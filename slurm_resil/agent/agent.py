@@ -86,7 +86,7 @@ class Agent:
     def run(self) -> int:
         """Serve until the ranks are done and nobody needs the agent any more; returns the exit code."""
         config = self._config
-        prepare(config.job_dir, config.info)
+        prepare(config.job_dir, config.info, run_dir=config.run_dir, node=config.node)
         self._take_over()
         server = UnixServer(paths.agent_socket(config.job_dir), self._serve)
         uplink = Uplink(
@@ -146,8 +146,7 @@ class Agent:
         if self._survey_due and not self._desk.sealing:
             self._survey_due = False
             desk = self._desk
-            shards = desk.survey(self._config.info.world_size)
-            self._tell(p.Survey(cycle=desk.cycle, shards=shards, passed_over=desk.passed_over, whole=desk.whole))
+            self._tell(desk.survey(self._config.info.world_size))
         notice = self.signals.poll(now)
         if notice is not None:
             event(log, "grace_signal", source=notice.source, kind=str(notice.kind))
@@ -259,6 +258,7 @@ class Agent:
         match message:
             case p.Cycle():
                 self._begin(message.cycle)
+                self._desk.lost(message.lost)
             case p.Refused():
                 event(log, "refused", level=logging.ERROR, why=message.reason)
                 self._refused = message.reason
@@ -279,12 +279,19 @@ class Agent:
                 self._desk.all_sealed(message.iteration)
                 ballot.sealed_all(message.iteration)
             case p.Abandon() if ballot is not None:
-                self._desk.abandon(message.iteration)
+                self._desk.keeping.given_up.add(message.iteration)
                 ballot.abandon(message.iteration)
             case p.Deadline() if ballot is not None:
                 ballot.deadline(message.deadline_s)
-            case p.Durable():
+            case p.Protected() if ballot is not None:
+                self._desk.keeping.is_protected(message.iteration)
+                ballot.safe(protected=message.iteration)
+            case p.Unprotected():
+                self._desk.keeping.is_unprotected(message.iteration)
+            case p.Durable() if ballot is not None:
                 event(log, "durable", iteration=message.iteration)
+                self._desk.keeping.is_durable(message.iteration)
+                ballot.safe(durable=message.iteration)
             case p.Goodbye():
                 self._goodbye = True
             case _:
@@ -319,9 +326,7 @@ class Agent:
             return
         self._page, self._ballot = page, Ballot(page)
         self._ballot.take_over()
-        self._desk.begin(words[c.CYCLE] - 1)
-        self._desk.all_sealed(words[c.SEALED_ALL])
-        self._desk.survey(config.info.world_size)  # which slots hold what
+        self._desk.take_over(words, config.info)
         self._going, self._number = True, words[c.GOING]
         event(log, "page_taken_over", epoch=words[c.EPOCH], sealed_all=words[c.SEALED_ALL], cycle=words[c.CYCLE] - 1)
 
@@ -329,10 +334,10 @@ class Agent:
         if self._going or plan.number <= self._number:
             return
         self._plan, self._number = plan, plan.number
-        self._desk.lost(plan.lost)
-        self._desk.all_sealed(plan.complete)
+        self._desk.plan(plan)
         if self._ballot is not None:
             self._ballot.sealed_all(plan.complete)
+            self._ballot.safe(protected=plan.protected, durable=plan.durable)
         for rank in self._desk.ranks.values():
             rank.outcome = None
             self._tell_restore(rank)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from slurm_resil.agent import protocol as p
 from slurm_resil.agent.uplink import LeaderPlace
 from slurm_resil.comm.channel import Channel
 from slurm_resil.core.errors import ServiceError
+from slurm_resil.core.model import Levels
 
 GRACE_S = 5.0  # for the answer itself
 
 
-def ask(place: LeaderPlace, *, level: Literal["local", "durable"], timeout_s: float, stop: bool = False) -> p.Answer:
+def ask(place: LeaderPlace, *, level: p.Reached, timeout_s: float, stop: bool = False) -> p.Answer:
     """Have a run checkpoint now, and wait for a level.
 
     Args:
         place: Where its leader is; the caller must be the run's user.
-        level: ``local`` or ``durable``.
+        level: ``local``, ``protected`` or ``durable``.
         timeout_s: Longest wait, seconds.
         stop: Whether training must end after it.
 
@@ -68,16 +68,15 @@ class Asking:
         """Hear that somebody is gone."""
         self._asked = [asked for asked in self._asked if asked.channel is not channel]
 
-    def answer(self, local: int, durable: int, now: float) -> None:
+    def answer(self, levels: Levels, now: float) -> None:
         """Answer those who have what they want, and those who waited long enough.
 
         Args:
-            local: Newest iteration that all ranks have sealed.
-            durable: Newest durable iteration.
+            levels: Newest iteration at each level.
             now: Seconds, on the clock of :meth:`add`.
         """
         for asked in list(self._asked):
-            reached = local if asked.ask.level == "local" else durable
+            reached: int = getattr(levels, asked.ask.level)
             if reached >= asked.above:
                 answer = p.Answer(ok=True, iteration=reached, words=f"iteration {reached} is {asked.ask.level}")
             elif now >= asked.until:

@@ -113,6 +113,12 @@ class Ballot:
         if iteration > self._words[c.SEALED_ALL]:
             self._words[c.SEALED_ALL] = iteration
 
+    def safe(self, *, protected: int = 0, durable: int = 0) -> None:
+        """Hear which iterations are protected, and durable."""
+        words = self._words
+        words[c.PROTECTED] = max(words[c.PROTECTED], protected)
+        words[c.DURABLE] = max(words[c.DURABLE], durable)
+
     def abandon(self, iteration: int) -> None:
         """Hear that an iteration is given up: nobody has to save at it any more, nobody waits for it.
 

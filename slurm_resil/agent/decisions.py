@@ -92,7 +92,7 @@ class Decisions:
         if self._run_dir is None:
             return list(self._memory)
         names = (os.path.splitext(name) for name in os.listdir(self._directory))
-        return [int(stem) for stem, suffix in names if suffix == ".json" and stem.isdigit()]
+        return [int(stem) for stem, suffix in names if suffix == ".json" and stem.isdecimal()]
 
     def _prune(self) -> None:
         for epoch in sorted(self._epochs())[:-KEEP]:

@@ -8,24 +8,28 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from slurm_resil.agent import protocol as p
+from slurm_resil.agent.keeping import Keeping
 from slurm_resil.agent.slots import Slots, parse
 from slurm_resil.agent.store import Store
 from slurm_resil.agent.survey import SHARDS
 from slurm_resil.comm.channel import Channel, ChannelClosedError
-from slurm_resil.core import faults, pins
+from slurm_resil.core import control, faults, pins
 from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.log import event
+from slurm_resil.core.model import RunInfo
 from slurm_resil.format import draft as drafts
+from slurm_resil.format import staged
 from slurm_resil.format.manifest import ShardManifest
 from slurm_resil.format.world import fit
 
 SEALERS = 2  # threads that hash
 NICENESS = 10
+TIGHT_SLOTS = 2  # the newest complete and the newest protected iteration hold all of them
 PREPARING_S = 4.0  # that a rank which will not wait for a slot waits for one that is being laid out
 log = logging.getLogger(__name__)
 
@@ -85,13 +89,12 @@ class Desk:
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._job_dir, self._run_id, self._store, self._tell, self._later = job_dir, run_id, store, tell, later
-        self.ranks = {rank: Rank(rank, Slots(job_dir, rank, slots), drafts.Descriptions(job_dir)) for rank in ranks}
+        self.ranks = {
+            rank: Rank(rank, Slots(job_dir, rank, slots, store.forget), drafts.Descriptions(job_dir)) for rank in ranks
+        }
         self.cycle = -1
-        self.sealed_all = self._restored = 0
-        self.passed_over: list[tuple[int, int, str]] = []
-        self.whole: list[int] = []
+        self.keeping = Keeping()
         self._gone = False  # whether there may be shards of ranks that there are no more
-        self._given_up: set[int] = set()
         self._layouts = ThreadPoolExecutor(1, thread_name_prefix="layout", initializer=_be_nice)
         self._pool = ThreadPoolExecutor(SEALERS, thread_name_prefix="seal", initializer=_be_nice)
 
@@ -100,26 +103,39 @@ class Desk:
     def begin(self, cycle: int) -> None:
         """Begin a cycle: the ranks of the one before are gone."""
         self.cycle = cycle
-        self.sealed_all = self._restored = 0
-        self._given_up.clear()
+        self.keeping.begin()
         for rank in self.ranks.values():
             rank.outcome, rank.lease, rank.left = None, None, False
             rank.results.clear()
             rank.slots.free_unsealed(lambda iteration, rank=rank: iteration in rank.sealing)  # type: ignore[misc] # bound now
+
+    def take_over(self, words: Sequence[int], info: RunInfo) -> None:
+        """Go on where an agent before this one ended, by the words of its page and what lies in the burst buffer."""
+        self.begin(words[control.CYCLE] - 1)
+        self.all_sealed(words[control.SEALED_ALL])
+        self.keeping.protected, self.keeping.durable = words[control.PROTECTED], words[control.DURABLE]
+        for iteration, rank, attempt in self.survey(
+            info.world_size
+        ).shards:  # by this it is known which slots hold what
+            if attempt == info.attempt and iteration > self.sealed_all:
+                # that agent may have had no time to tell the leader, and the rank has been told
+                self.ranks[rank].results[iteration] = p.Sealed(iteration=iteration, rank=rank, cycle=self.cycle)
+
+    @property
+    def sealed_all(self) -> int:
+        """Newest iteration that all ranks of the run have sealed."""
+        return self.keeping.sealed_all
 
     @property
     def sealing(self) -> bool:
         """Whether something is being sealed."""
         return any(rank.sealing for rank in self.ranks.values())
 
-    def survey(self, world_size: int) -> list[tuple[int, int, int]]:
-        """List the sealed shards that can be restored here, as (iteration, rank, attempt); take out what is damaged.
-
-        What is not in the list and why is in ``passed_over`` afterwards, as (iteration, rank, words). Iterations of
-        which all shards of another number of ranks are here are in ``whole``, where all ranks of the run are here too.
-        """
+    def survey(self, world_size: int) -> p.Survey:
+        """List the sealed shards that can be restored here; take out what is damaged."""
         found = []
-        self.passed_over, self.whole = [], []
+        passed_over: list[tuple[int, int, str]] = []
+        whole: list[int] = []
         for iteration, by_rank in self._store.sealed().items():
             others: list[tuple[int, str, ShardManifest]] = []
             for owner, path in by_rank.items():
@@ -132,36 +148,44 @@ class Desk:
                     continue
                 except DataError as error:
                     words = f"is damaged: {error.message}; {self._quarantine(iteration, owner, str(error))}"
-                    self.passed_over.append((iteration, owner, words))
+                    passed_over.append((iteration, owner, words))
                     continue
                 if manifest.run_id != self._run_id:  # good for others: it stays
                     words = f"is not used: {path} is of run {manifest.run_id}, this is {self._run_id}"
-                    self.passed_over.append((iteration, owner, words))
+                    passed_over.append((iteration, owner, words))
                 elif manifest.world_size != world_size:
                     others.append((owner, path, manifest))
                 else:
                     found.append((iteration, owner, manifest.attempt))
             if others:
-                self._survey_others(iteration, by_rank, others, world_size)
-        return found
+                unused = self._survey_others(by_rank, others, world_size)
+                passed_over += [(iteration, owner, f"is not used: {why}") for owner, why in unused]
+                whole += [] if unused else [iteration]
+        return p.Survey(
+            cycle=self.cycle,
+            shards=found,
+            passed_over=passed_over,
+            whole=whole,
+            encoded=sorted(self._store.encoded()),
+        )
 
     def _survey_others(
-        self, iteration: int, by_rank: Mapping[int, str], others: list[tuple[int, str, ShardManifest]], world_size: int
-    ) -> None:
-        """Look at shards of this run that another number of ranks has sealed."""
+        self, by_rank: Mapping[int, str], others: list[tuple[int, str, ShardManifest]], world_size: int
+    ) -> list[tuple[int, str]]:
+        """Look at shards of this run that another number of ranks has sealed; returns what of whom is not used."""
         why = ""
         if len(self.ranks) == world_size:
             try:
                 wanted = range(min(others)[2].world_size)
                 fit([ShardManifest.load(by_rank[rank]) for rank in wanted if rank in by_rank])
-                self.whole.append(iteration)
-                return
+                return []
             except (OSError, DataError) as error:
                 why = f", and they are not all here: {error.message if isinstance(error, DataError) else error}"
-        for owner, path, manifest in others:
-            # they stay until training goes on from something else
-            words = f"is not used: {path} is of {manifest.world_size}{p.OTHER_WORLD}{world_size}{why}"
-            self.passed_over.append((iteration, owner, words))
+        # they stay until training goes on from something else
+        return [
+            (owner, f"{path} is of {manifest.world_size}{p.OTHER_WORLD}{world_size}{why}")
+            for owner, path, manifest in others
+        ]
 
     def _load(self, path: str, iteration: int, owner: int) -> ShardManifest:
         manifest = ShardManifest.load(path)
@@ -197,7 +221,13 @@ class Desk:
 
         Older ones have had their day: every rank has loaded this one, from here or from the drained file.
         """
-        self._restored = iteration
+        self.keeping.restored = iteration
+        self._layouts.submit(self._clear_staged)  # before slots are laid out: they need the space
+        for newer in sorted(one for one in self._store.encoded() if one > iteration):
+            try:
+                self._store.forget(newer)
+            except OSError as error:  # whoever reads it compares it with the shards
+                event(log, "not_forgotten", level=logging.WARNING, iteration=newer, why=str(error))
         for rank in self.ranks.values():
             for newer in rank.slots.discard_above(iteration):
                 event(log, "discarded", iteration=newer, rank=rank.rank, above=iteration)
@@ -205,6 +235,13 @@ class Desk:
             for owner in by_rank if newer > iteration else ():
                 if self._is_ours(newer, owner, by_rank[owner]):
                     self._quarantine(newer, owner, f"training went on from iteration {iteration}")
+
+    def _clear_staged(self) -> None:
+        """Thread of layouts: every rank has loaded what was staged for it."""
+        try:
+            staged.clear(self._job_dir)
+        except OSError as error:
+            event(log, "staged_not_cleared", level=logging.WARNING, why=str(error))
 
     def _is_ours(self, iteration: int, owner: int, path: str) -> bool:
         """Whether a shard of a rank that is not placed here is of this run."""
@@ -221,10 +258,15 @@ class Desk:
                 self._clear_gone(iteration)
             except OSError as error:  # it is only kept longer
                 event(log, "not_cleared", level=logging.WARNING, below=iteration, why=str(error))
-        self.sealed_all = max(self.sealed_all, iteration)
+        self.keeping.all_sealed(iteration)
         for rank in self.ranks.values():
             rank.results = {at: result for at, result in rank.results.items() if at > iteration}
-        self._given_up = {at for at in self._given_up if at > iteration}
+
+    def plan(self, plan: p.Plan) -> None:
+        """Hear what is restored."""
+        self.lost(plan.lost)
+        self.keeping.plan(plan.iteration, plan.protected, plan.durable, self._store.encoded())
+        self.all_sealed(plan.complete)
 
     def _clear_gone(self, iteration: int) -> None:
         """Give back the space of ranks that there are no more, once nothing of them can be restored any more.
@@ -248,10 +290,6 @@ class Desk:
             if place is not None and place[0] in cleared - kept:
                 os.unlink(os.path.join(directory, name))
         self._gone = bool(kept)
-
-    def abandon(self, iteration: int) -> None:
-        """Hear that an iteration will never be complete."""
-        self._given_up.add(iteration)
 
     # ranks
 
@@ -296,7 +334,9 @@ class Desk:
             lease, until = rank.lease
             reason = ""
             try:
-                index = rank.slots.lease(lease.iteration, self._expendable, last_try=now >= until)
+                index = rank.slots.lease(
+                    lease.iteration, self._expendable(rank.slots, last_try=now >= until), last_try=now >= until
+                )
             except OSError as error:
                 index = None
                 # not the file's name: it is the directory that people can do something about
@@ -309,7 +349,7 @@ class Desk:
                 rank.send(p.Slot(iteration=lease.iteration, index=index))
             elif reason or now >= until + (PREPARING_S if rank.preparing is not None else 0.0):
                 rank.lease = None
-                reason = reason or f"no slot is free: {rank.slots.words()}; all ranks have sealed {self.sealed_all}"
+                reason = reason or f"no slot is free: {rank.slots.words()}; {self.keeping.words()}"
                 rank.send(p.NoSlot(iteration=lease.iteration, reason=reason))
 
     # slots ahead of their first use
@@ -350,8 +390,9 @@ class Desk:
             work.done.append(index)
         self._prepare_next(rank, work, reason)
 
-    def _expendable(self, iteration: int) -> bool:
-        return iteration < max(self.sealed_all, self._restored) or iteration in self._given_up
+    def _expendable(self, slots: Slots, *, last_try: bool) -> Callable[[int], bool]:
+        tight = last_try and slots.usable <= TIGHT_SLOTS
+        return functools.partial(self.keeping.expendable, encoded=self._store.encoded(), tight=tight)
 
     # seals
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurm_resil.core.model import Level, Notice
+from slurm_resil.core.model import Notice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +14,27 @@ class LeaderEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(LeaderEvent):
-    """All ranks of a cycle have loaded the same iteration (0: a fresh start) and train now."""
+    """All ranks of a cycle have loaded the same iteration (0: a fresh start) and train now.
+
+    ``protected`` is the newest iteration up to that one with redundancy on all nodes.
+    """
 
     cycle: int
     iteration: int
+    protected: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuildWanted(LeaderEvent):
+    """Nodes lack shards of an iteration for which there is redundancy: answered with ``Leader.rebuilt``.
+
+    Attributes:
+        iteration: Iteration.
+        nodes: Nodes that lack shards.
+    """
+
+    iteration: int
+    nodes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +103,10 @@ class StopReached(LeaderEvent):
 
     Attributes:
         iteration: Newest iteration that all ranks have sealed.
-        level: How safe it is.
         saved: Whether that is the checkpoint of the stop itself; if not, that one failed and an older one stands.
     """
 
     iteration: int
-    level: Level
     saved: bool = True
 
 

@@ -17,6 +17,7 @@ from slurm_resil.comm.auth import Auth
 from slurm_resil.comm.channel import Channel, ChannelClosedError, ChannelTimeoutError, Server, pair
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
+from slurm_resil.core.model import RunInfo
 
 SILENCE_S = 5.0  # an agent that says nothing for this long is lost
 RECONNECT_S = 2.0  # so is one whose connection broke and did not come back
@@ -152,6 +153,16 @@ class Hub:
         for node, _ in found:
             node.lost = True
         return found
+
+    def unwanted(self, hello: p.Hello, info: RunInfo) -> str:
+        """Say why an agent is none of this run's, or not in its place; empty if it is."""
+        if (hello.job_id, hello.attempt) != (info.job_id, info.attempt):
+            return f"it is of job {hello.job_id} attempt {hello.attempt}, this is {info.job_id} {info.attempt}"
+        if not 0 <= hello.node_rank < len(self.nodes):
+            return f"there is no place {hello.node_rank}"
+        node = self.nodes[hello.node_rank]
+        node.name = node.name or hello.node  # where there is no launcher, who comes first has the place
+        return "" if node.name == hello.node else f"place {hello.node_rank} is that of node {node.name}"
 
     def close(self) -> None:
         """Stop."""

@@ -19,14 +19,16 @@ from slurm_resil.agent.asking import Asking
 from slurm_resil.agent.decisions import Decisions
 from slurm_resil.agent.hub import TICK_S, Hub
 from slurm_resil.agent.restoring import Restoring
+from slurm_resil.agent.safety import Safety
 from slurm_resil.agent.saves import Saves
+from slurm_resil.agent.uplink import publish_leader
 from slurm_resil.agent.wishes import Wishes
 from slurm_resil.comm.auth import Auth, server_auth
 from slurm_resil.comm.channel import Channel
-from slurm_resil.core import faults, fsio, paths
+from slurm_resil.core import faults, paths
 from slurm_resil.core.costs import Costs
 from slurm_resil.core.log import event
-from slurm_resil.core.model import Level, Notice, NoticeKind, RunInfo
+from slurm_resil.core.model import Notice, NoticeKind, RunInfo
 
 STOP_WAIT_S = 600.0  # for a stop without a deadline to be saved
 RETRY_S = 0.2  # before another proposal, unless one was only too low
@@ -52,12 +54,13 @@ class Leader:
         host: Address of this node that agents can reach, or loopback for one node; None: only agents of this process
             (:meth:`attach`).
         interval_s: Propose a checkpoint as often as this, or None.
+        rebuilds: Whether the host answers RebuildWanted with :meth:`rebuilt`.
         auth: How agents prove who they are; default: MUNGE where it works, else a key file in ``run_dir``.
 
     Attributes:
         address: ``host:port``, empty without a host; also in ``leader.json`` of the run's directory.
         events: What happens, see agent.events.
-        costs: Measured times (``copy``, ``seal``, ``save``, ``drain``).
+        costs: Measured times, see core.costs.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Leader:
         run_dir: str,
         host: str | None,
         interval_s: float | None = None,
+        rebuilds: bool = False,
         auth: Auth | None = None,
     ) -> None:
         self._info, self._run_dir = info, run_dir
@@ -78,13 +82,13 @@ class Leader:
         self._cycle = info.cycle
         self._agreement = Agreement(epoch=int(time.time() * 1000))
         self._decisions = Decisions(run_dir if os.access(run_dir, os.W_OK) else None)
-        self._restoring = Restoring(run_dir, len(nodes), ranks_per_node)
+        self._restoring = Restoring(run_dir, len(nodes), ranks_per_node, rebuilds=rebuilds)
         self._saves = Saves(self._world)
         self._committed: _Committed | None = None
         self._wishes = Wishes(interval_s)
         self._next_try = self._next_tick = 0.0
         self._asking = Asking(self._hub.send)
-        self._durable = 0
+        self._safety = Safety()
         self._leaving = False
         self.costs = Costs.load(run_dir)
         self.events: queue.SimpleQueue[e.LeaderEvent] = queue.SimpleQueue()
@@ -93,7 +97,7 @@ class Leader:
             auth = auth or server_auth(run_dir)
             self._hub.listen(host, auth)
             self.address = self._hub.address
-            self._publish(auth)
+            publish_leader(run_dir, self.address, auth.name, job_id=info.job_id, attempt=info.attempt)
         self._hub.start()
 
     # what the host says
@@ -112,7 +116,19 @@ class Leader:
 
     def durable(self, iteration: int, *, drain_s: float | None = None) -> None:
         """Say that an iteration is durable, and how long its drain took (seconds)."""
-        self._hub.put(lambda: self._is_durable(iteration, drain_s))
+        self._hub.put(lambda: self._is_safe(self._safety.durable(iteration), "drain", drain_s))
+
+    def protected(self, iteration: int, *, encode_s: float | None = None) -> None:
+        """Say that an iteration survives the loss of nodes, and how long its encode took (seconds)."""
+        self._hub.put(lambda: self._is_safe(self._safety.protected(iteration), "encode", encode_s))
+
+    def unprotected(self, iteration: int) -> None:
+        """Say that an iteration will not be protected: nothing of it is kept for that."""
+        self._hub.put(lambda: self._hub.tell_all(self._safety.unprotected(iteration)))
+
+    def rebuilt(self, iteration: int, *, ok: bool) -> None:
+        """Say how the rebuild of an iteration has ended: the plan is made from what is there now."""
+        self._hub.put(lambda: self._is_rebuilt(iteration, ok=ok))
 
     def goodbye(self) -> None:
         """Tell all agents to end once their ranks are gone."""
@@ -137,20 +153,6 @@ class Leader:
         """Stop. Agents that were not told goodbye go on and look for a new leader."""
         self._hub.close()
 
-    def _publish(self, auth: Auth) -> None:
-        document = {
-            "address": self.address,
-            "auth": auth.name,
-            "job_id": self._info.job_id,
-            "attempt": self._info.attempt,
-            "pid": os.getpid(),
-        }
-        try:
-            fsio.write_json(paths.leader(self._run_dir), document)
-        except OSError as error:
-            mend = "make the prefix writable: agents on other nodes cannot find a new leader"
-            event(log, "leader_not_published", level=logging.ERROR, path=self._run_dir, why=str(error), mend=mend)
-
     # what agents say
 
     def _hear(self, channel: Channel, message: p.Message) -> None:
@@ -170,7 +172,7 @@ class Leader:
             case p.Beat():
                 node.report(message.newest, message.rate, now)
             case p.Survey() if message.cycle == self._cycle:
-                self._restoring.survey(place, message.shards, message.passed_over, message.whole)
+                self._restoring.survey(place, message)
                 self._plan()
             case p.Loaded():
                 self._loaded(message)
@@ -195,7 +197,7 @@ class Leader:
                 pass
 
     def _hello(self, channel: Channel, hello: p.Hello, now: float) -> None:
-        why = self._unwanted(hello)
+        why = self._hub.unwanted(hello, self._info)
         if why:
             event(log, "agent_refused", level=logging.WARNING, node=hello.node, why=why)
             self._hub.send(channel, p.Refused(reason=why))
@@ -222,8 +224,8 @@ class Leader:
             self._hub.send(channel, p.Go(plan=restoring.number))
         if hello.voted:
             self._hub.send(channel, self._decided(hello.voted))
-        if self._durable:
-            self._hub.send(channel, p.Durable(iteration=self._durable))
+        for said in self._safety.news():
+            self._hub.send(channel, said)
         if news:
             self._is_complete(hello.sealed_all)  # the others may not have heard it
         elif self._saves.newest:
@@ -232,16 +234,6 @@ class Leader:
             self._hub.send(channel, p.Abandon(iteration=iteration))
         if self._leaving:
             self._hub.send(channel, p.Goodbye())
-
-    def _unwanted(self, hello: p.Hello) -> str:
-        info = self._info
-        if (hello.job_id, hello.attempt) != (info.job_id, info.attempt):
-            return f"it is of job {hello.job_id} attempt {hello.attempt}, this is {info.job_id} {info.attempt}"
-        if not 0 <= hello.node_rank < len(self._nodes):
-            return f"there is no place {hello.node_rank}"
-        node = self._nodes[hello.node_rank]
-        node.name = node.name or hello.node  # where there is no launcher, who comes first has the place
-        return "" if node.name == hello.node else f"place {hello.node_rank} is that of node {node.name}"
 
     def _take_over(self, hello: p.Hello) -> None:
         """This leader is new, and the ranks train already: what one agent has heard is so."""
@@ -289,9 +281,14 @@ class Leader:
         self._hub.tell_all(p.Cycle(cycle=cycle))
 
     def _plan(self) -> None:
+        lacking = self._restoring.rebuild()
+        if lacking is not None:
+            iteration, places = lacking
+            self.events.put(e.RebuildWanted(iteration=iteration, nodes=[self._nodes[place].name for place in places]))
         plan = self._restoring.make(self._cycle)
         if plan is None:
             return
+        self._safety.plan(plan)
         event(log, "plan", number=plan.number, iteration=plan.iteration, error=plan.error, cycle=self._cycle)
         self._saves = Saves(self._world, newest=plan.complete)
         self._hub.tell_all(plan)
@@ -309,11 +306,26 @@ class Leader:
         if loaded.outcome != "ok":
             event(log, "restore_failed", level=logging.WARNING, rank=loaded.rank, why=loaded.reason)
             restoring.refuse(loaded)
-            self._plan()
+            if loaded.outcome == "bad" and restoring.may_rebuild(restoring.plan.iteration):
+                self._look_again()
+            else:
+                self._plan()
         elif restoring.loaded(loaded.rank):
             self._hub.tell_all(p.Go(plan=restoring.number))
             self._wishes.train(time.monotonic())
-            self.events.put(e.Restored(cycle=self._cycle, iteration=restoring.plan.iteration))
+            plan = restoring.plan
+            self.events.put(e.Restored(cycle=self._cycle, iteration=plan.iteration, protected=plan.protected))
+
+    def _is_rebuilt(self, iteration: int, *, ok: bool) -> None:
+        if self._restoring.rebuilt(iteration, ok=ok):
+            self._look_again()
+        else:
+            self._plan()
+
+    def _look_again(self) -> None:
+        """Have the nodes take out what is bad, and say what they have."""
+        self._restoring.look_again()
+        self._hub.tell_all(p.Cycle(cycle=self._cycle, lost=self._restoring.lost))
 
     # agreement
 
@@ -413,9 +425,7 @@ class Leader:
         self._wishes.train(time.monotonic())
         if committed.proposal.stop:
             self._wishes.stopped = True
-            newest = self._saves.newest
-            level = Level.DURABLE if newest and self._durable >= newest else Level.LOCAL
-            self.events.put(e.StopReached(iteration=newest, level=level, saved=saved))
+            self.events.put(e.StopReached(iteration=self._saves.newest, saved=saved))
 
     def _save_costs(self) -> None:
         try:
@@ -423,12 +433,11 @@ class Leader:
         except OSError as error:
             event(log, "costs_not_saved", level=logging.WARNING, path=paths.costs(self._run_dir), why=str(error))
 
-    def _is_durable(self, iteration: int, drain_s: float | None) -> None:
-        self._durable = max(self._durable, iteration)
-        if drain_s is not None:
-            self.costs.add("drain", drain_s)
+    def _is_safe(self, said: p.Message, cost: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self.costs.add(cost, seconds)
             self._save_costs()
-        self._hub.tell_all(p.Durable(iteration=iteration))
+        self._hub.tell_all(said)
         self._answer(time.monotonic())
 
     # notices
@@ -447,7 +456,7 @@ class Leader:
         self._notice(Notice(kind=NoticeKind.PERSON, stop=ask.stop, source=f"asked by uid {channel.peer_uid}"))
 
     def _answer(self, now: float) -> None:
-        self._asking.answer(self._saves.newest, self._durable, now)
+        self._asking.answer(self._safety.levels(self._saves.newest), now)
 
     # time
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slurm_resil.core import config, ids, paths
 from slurm_resil.core.errors import ConfigError
 from slurm_resil.core.model import RunInfo
-from slurm_resil.core.settings import Settings
+from slurm_resil.core.settings import SLOTS, Settings
 
 _TASKS = re.compile(r"^(\d+)(?:\(x\d+\))?$")
 
@@ -31,6 +31,7 @@ class Place:
         leader: ``host:port`` of the launcher's leader, None where there is no launcher.
         every: Checkpoint every so many iterations, None if nothing is said.
         interval_s: Checkpoint every so many seconds, None if nothing is said.
+        slots: Slots of each rank.
     """
 
     info: RunInfo
@@ -44,6 +45,7 @@ class Place:
     leader: str | None
     every: int | None
     interval_s: float | None
+    slots: int = SLOTS
 
 
 class _Env:
@@ -59,7 +61,7 @@ class _Env:
             value = self._env.get(name)
             if not value:
                 continue
-            if value.isdigit() and int(value) >= least:
+            if value.isdecimal() and int(value) >= least:
                 return int(value)
             self.faults.append(f"{name}={value!r} is not a whole number from {least}, as in {name}={max(1, least)}")
         return None
@@ -128,4 +130,5 @@ def from_env(env: Mapping[str, str]) -> Place:
         leader=read.text("SLURM_RESIL_LEADER"),
         every=settings.every.value,
         interval_s=settings.interval_s.value,
+        slots=read.number("SLURM_RESIL_SLOT_COUNT", least=2) or settings.slot_count,
     )

@@ -8,12 +8,13 @@ Life of a cycle::
     agent → leader    Hello   (who it is, what it knows; again after every reconnection)
     leader → agent    Cycle   (which cycle this is)
     agent → leader    Survey  (sealed shards here, once what is being sealed is done)
+    leader → agents   Cycle   (again, if its host rebuilds shards; answered with Survey)
     leader → agents   Plan    (what every rank restores from; again with a higher number when an artefact is bad)
     agent → leader    Loaded  (one per rank)
     leader → agents   Go      (all have loaded: train)
     agent → leader    Beat    (once a second), Noticed (signal of a grace period), Sealed / Failed (per rank and save)
     leader → agents   Propose → Vote → Decide   (agreement on an iteration, see agent.agreement)
-    leader → agents   SealedAll / Abandon / Durable / Deadline
+    leader → agents   SealedAll / Abandon / Protected / Unprotected / Durable / Deadline
     leader → agents   Goodbye
 
 What an agent has said and the leader may not have heard is said again after a reconnection; hearing it twice is fine.
@@ -34,6 +35,7 @@ from slurm_resil.agent.wire import to_wire as to_wire
 
 Source = Literal["fresh", "local", "shards", "drained"]  # shards: those of all ranks, as there were other ones
 Outcome = Literal["ok", "bad", "error", "unfit"]
+Reached = Literal["local", "protected", "durable"]
 
 
 AT_IT = "slots are being laid out already"
@@ -80,13 +82,15 @@ class Survey(Message):
     """Sealed shards of the node, as (iteration, rank, attempt that wrote it), for the ranks that are placed there.
 
     ``passed_over`` are those that cannot be restored, as (iteration, rank, why). ``whole`` are iterations of which this
-    node has the shards of all ranks, and these were more or fewer than now.
+    node has the shards of all ranks, and these were more or fewer than now. ``encoded`` are those of which it has its
+    part of the redundancy.
     """
 
     cycle: int
     shards: list[tuple[int, int, int]]
     passed_over: list[tuple[int, int, str]] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +190,12 @@ class Ask(Message):
     """Checkpoint now; answered when it has the level or the time is over.
 
     Attributes:
-        level: ``local`` or ``durable``.
+        level: ``local``, ``protected`` (or durable, whichever comes first) or ``durable``.
         timeout_s: Seconds to wait.
         stop: Whether training must end after it.
     """
 
-    level: Literal["local", "durable"]
+    level: Reached
     timeout_s: float
     stop: bool = False
 
@@ -210,9 +214,14 @@ class Answer(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle(Message):
-    """Answer to Hello, and again at the start of each cycle: which cycle it is; answered with Survey."""
+    """Answer to Hello, and again at the start of each cycle: which cycle it is; answered with Survey.
+
+    Once more before the plan when shards are to be rebuilt, and when they have been: ``lost`` is then as in Plan, and
+    the survey is of what is left.
+    """
 
     cycle: int
+    lost: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +241,9 @@ class Plan(Message):
         iteration: Iteration to restore, 0 for a fresh start.
         sources: One per rank, by rank.
         complete: Newest iteration of which every rank has its sealed shard here and now: never to be overwritten.
+        protected: Newest iteration up to ``iteration`` of which every rank has its shard and every node its part of the
+            redundancy.
+        durable: Newest durable iteration up to ``iteration``.
         lost: Artefacts that were found bad, as (iteration, rank, reason); rank -1 means the drained file, -2 the
             shards of all ranks of another number.
         error: Not empty: nothing can be restored and nothing may be started afresh either.
@@ -243,6 +255,8 @@ class Plan(Message):
     iteration: int
     sources: list[Source]
     complete: int
+    protected: int = 0
+    durable: int = 0
     lost: list[tuple[int, int, str]] = field(default_factory=list)
     error: str = ""
     final: bool = False
@@ -286,6 +300,20 @@ class SealedAll(Message):
 @dataclass(frozen=True, kw_only=True)
 class Abandon(Message):
     """An iteration will never be complete: its slots are free, nobody waits for it."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protected(Message):
+    """An iteration survives the loss of nodes: every node has its part of the redundancy."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unprotected(Message):
+    """An iteration will not be protected: nothing of it is kept for that."""
 
     iteration: int
 

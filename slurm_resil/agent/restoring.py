@@ -1,15 +1,18 @@
-"""The leader's side of a restore: surveys in, plans out, until every rank has loaded the same iteration."""
+"""The leader's side of a restore: surveys in, plans out, until every rank has loaded the same iteration.
+
+Where the leader's host can rebuild shards from the redundancy of the other nodes, that comes before a plan that would
+go back behind an iteration with redundancy: the host is asked, and when it has tried, the nodes look again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
 
 from slurm_resil.agent.events import SetAside
-from slurm_resil.agent.protocol import OTHER_WORLD, UNREADABLE, Loaded, Plan
-from slurm_resil.agent.survey import DRAINED, SHARDS, choose, drained_iterations
+from slurm_resil.agent.protocol import OTHER_WORLD, UNREADABLE, Loaded, Plan, Survey
+from slurm_resil.agent.survey import DRAINED, SHARDS, Choice, choose, drained_iterations
 from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
 from slurm_resil.core.log import event
@@ -24,16 +27,18 @@ class Restoring:
         run_dir: Run's directory.
         nodes: Number of nodes.
         ranks_per_node: Ranks of each.
+        rebuilds: Whether the leader's host can rebuild shards.
 
     Attributes:
         number: Number of the newest plan.
         plan: Plan that is being loaded or was loaded; None before all surveys are there.
         going: Whether all ranks have loaded it.
         failed: What a rank said that cannot load anything, None if none has.
+        rebuilding: Iteration that the host is rebuilding, None if it is not.
     """
 
-    def __init__(self, run_dir: str, nodes: int, ranks_per_node: int) -> None:
-        self._run_dir, self._nodes, self._per_node = run_dir, nodes, ranks_per_node
+    def __init__(self, run_dir: str, nodes: int, ranks_per_node: int, *, rebuilds: bool = False) -> None:
+        self._run_dir, self._nodes, self._per_node, self._rebuilds = run_dir, nodes, ranks_per_node, rebuilds
         self.number = 0
         self._passed_over: list[tuple[int, int, str]] = []
         self._bad: dict[tuple[int, int], str] = {}  # kept over cycles: no artefact is tried twice
@@ -49,35 +54,107 @@ class Restoring:
         self._shards: dict[int, dict[int, int]] = {}
         self._others: list[str] = []
         self._whole: set[int] = set()
+        self._encoded: dict[int, set[int]] = {}
         self._surveyed: set[int] = set()
         self._loaded: set[int] = set()
+        self._tried: set[int] = set()
+        self.rebuilding: int | None = None
 
     def resume(self, number: int) -> None:
         """The ranks of this cycle train already."""
         self.number, self.going = number, True
 
-    def survey(
-        self,
-        place: int,
-        shards: Sequence[tuple[int, int, int]],
-        passed_over: Sequence[tuple[int, int, str]] = (),
-        whole: Sequence[int] = (),
-    ) -> None:
-        """Hear which shards a node has, see Survey; those of ranks that are placed elsewhere do not count."""
-        if self.going:
+    def survey(self, place: int, said: Survey) -> None:
+        """Hear which shards a node has; those of ranks that are placed elsewhere do not count."""
+        if self.going or self.rebuilding is not None:
             return
-        self._passed_over += passed_over
-        self._others += [words for _, _, words in passed_over if OTHER_WORLD in words]
+        self._passed_over += [one for one in said.passed_over if one not in self._passed_over]  # nodes may look again
+        self._others += [words for _, _, words in said.passed_over if OTHER_WORLD in words]
         if self._nodes == 1:
-            self._whole = set(whole)
+            self._whole = set(said.whole)
         own = range(place * self._per_node, (place + 1) * self._per_node)
         for rank in own:
-            self._shards[rank] = {iteration: attempt for iteration, owner, attempt in shards if owner == rank}
+            self._shards[rank] = {iteration: attempt for iteration, owner, attempt in said.shards if owner == rank}
+        self._encoded[place] = set(said.encoded)
         self._surveyed.add(place)
 
+    def rebuild(self) -> tuple[int, list[int]] | None:
+        """Say what the host must rebuild before a plan is made: the iteration, and the places that lack shards of it.
+
+        None if there is nothing, or it was tried. Newer iterations come first.
+        """
+        if not self._rebuilds or not self._ready:
+            return None
+        with contextlib.suppress(OSError):
+            choice = self._choose(drained_iterations(self._run_dir))
+            encoded = set().union(*self._encoded.values()) - self._tried
+            for iteration in sorted((one for one in encoded if one > choice.iteration), reverse=True):
+                lack = self._lack(iteration)
+                if len(lack) < self._nodes:
+                    self._tried.add(iteration)
+                    self.rebuilding = iteration
+                    return iteration, sorted(lack)
+        return None
+
+    def rebuilt(self, iteration: int, *, ok: bool) -> bool:
+        """Hear how the host has fared; True if the nodes must look again."""
+        if iteration != self.rebuilding:
+            return False
+        self.rebuilding = None
+        if ok:
+            # what was bad has been replaced
+            self._bad = {(at, rank): why for (at, rank), why in self._bad.items() if at != iteration or rank < 0}
+            self.look_again()
+        return ok
+
+    def look_again(self) -> None:
+        """Forget the surveys: there will be others."""
+        self._surveyed.clear()
+        self._others.clear()
+
+    def may_rebuild(self, iteration: int) -> bool:
+        """Whether a shard of an iteration that turned out bad can be had again."""
+        return (
+            self._rebuilds and iteration not in self._tried and any(iteration in one for one in self._encoded.values())
+        )
+
+    @property
+    def lost(self) -> list[tuple[int, int, str]]:
+        """Artefacts that were found bad, see Plan."""
+        return [
+            (iteration, rank, why)
+            for (iteration, rank), why in self._bad.items()
+            if rank != SHARDS or not why.startswith(UNREADABLE)
+        ]
+
+    @property
+    def _ready(self) -> bool:
+        """Whether a plan is due: the first when all surveys are there, another after each refusal."""
+        due = self.plan is None or self._again
+        return due and not self.going and self.rebuilding is None and len(self._surveyed) == self._nodes
+
+    def _lack(self, iteration: int) -> set[int]:
+        """Places that lack a shard of an iteration, as the newest attempt that has come to it has written it."""
+        newest = max((here[iteration] for here in self._shards.values() if iteration in here), default=None)
+        return {
+            rank // self._per_node
+            for rank, here in self._shards.items()
+            if newest is None or here.get(iteration) != newest or (iteration, rank) in self._bad
+        }
+
+    def _choose(self, durable: set[int]) -> Choice:
+        return choose(
+            self._shards,
+            durable,
+            self._bad,
+            self._nodes * self._per_node,
+            drained_by=self._drained_by,
+            whole=self._whole,
+        )
+
     def make(self, cycle: int) -> Plan | None:
-        """Make a plan if one is due: the first when all surveys are there, another after each refusal."""
-        if self.going or len(self._surveyed) < self._nodes or (self.plan is not None and not self._again):
+        """Make a plan if one is due."""
+        if not self._ready:
             return None
         self._again = False
         durable: set[int] = set()
@@ -85,8 +162,7 @@ class Restoring:
             durable = drained_iterations(self._run_dir)
         except OSError as error:
             self._error = self._error or f"cannot read {self._run_dir}: {error.strerror}"
-        world_size = self._nodes * self._per_node
-        choice = choose(self._shards, durable, self._bad, world_size, drained_by=self._drained_by, whole=self._whole)
+        choice = self._choose(durable)
         if self._others and not choice.iteration and not self._error:
             # to begin afresh would give up what is there, and it is most likely a mistake
             why = self._others[0].partition(": ")[2]
@@ -99,15 +175,20 @@ class Restoring:
             iteration=choice.iteration,
             sources=list(choice.sources),
             complete=choice.complete,
-            lost=[
-                (iteration, rank, why)
-                for (iteration, rank), why in self._bad.items()
-                if rank != SHARDS or not why.startswith(UNREADABLE)
-            ],
+            protected=self._protected(choice),
+            durable=max(
+                (one for one in durable if one <= choice.iteration and (one, DRAINED) not in self._bad), default=0
+            ),
+            lost=self.lost,
             error=self._error,
             final=self._final or (self.failed is not None and self.failed.outcome == "unfit"),
         )
         return self.plan
+
+    def _protected(self, choice: Choice) -> int:
+        """Newest iteration of which every rank has its shard and every node its part of the redundancy."""
+        everywhere = set.intersection(*self._encoded.values()) & choice.everywhere if self._encoded else set()
+        return max((one for one in everywhere if one <= choice.iteration), default=0)
 
     def _drained_by(self, iteration: int) -> int | None:
         try:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 
 from slurm_resil.core import control as c
+from slurm_resil.core.model import Levels
 
 DECISION_WAIT_S = 30.0  # for the decision on an open proposal
 _POLL_S = 0.0005
@@ -104,6 +105,13 @@ class Seat:
     def sealed_all(self) -> int:
         """Newest iteration that all ranks of the run have sealed."""
         return self.words[c.SEALED_ALL]
+
+    @property
+    def levels(self) -> Levels:
+        """Newest iteration of the run at each level."""
+        words = self.words
+        durable = words[c.DURABLE]
+        return Levels(local=words[c.SEALED_ALL], protected=max(words[c.PROTECTED], durable), durable=durable)
 
     @property
     def given_up(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import ConfigError
 from slurm_resil.core.model import RunInfo
+from slurm_resil.core.settings import SLOTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class AgentConfig:
     nodes: tuple[str, ...] = ()
     leader: str | None = None
     host: str | None = None
-    slots: int = 3
+    slots: int = SLOTS
     interval_s: float | None = None
 
     @property
@@ -47,19 +48,32 @@ class AgentConfig:
         return range(first, first + self.ranks_per_node)
 
 
-def prepare(job_dir: str, info: RunInfo) -> None:
-    """Make the job's directory in the burst buffer, unless a prolog has.
+def prepare(job_dir: str, info: RunInfo, *, run_dir: str, node: str) -> None:
+    """Make the job's directory in the burst buffer, unless a prolog has, and say there whose it is.
+
+    Args:
+        job_dir: The directory.
+        info: Run, job and attempt.
+        run_dir: Run's directory, where a late drain finds the other nodes.
+        node: Name of this node.
 
     Raises:
         ConfigError: It cannot be made; names the path and the mend.
     """
     root = os.path.dirname(job_dir)
     try:
-        for name in ("", "slots", "described", "manifests", "durable", "pins", "lost"):
+        for name in ("", "slots", "described", "manifests", "redundancy", "durable", "pins", "lost"):
             os.makedirs(os.path.join(job_dir, name), mode=0o700, exist_ok=True)
         fsio.write_json(
             paths.run_info(job_dir),
-            {"run_id": info.run_id, "job_id": info.job_id, "attempt": info.attempt, "world_size": info.world_size},
+            {
+                "run_id": info.run_id,
+                "job_id": info.job_id,
+                "attempt": info.attempt,
+                "world_size": info.world_size,
+                "run_dir": os.path.abspath(run_dir),
+                "node": node,
+            },
             mode=0o600,
             sync=False,
         )

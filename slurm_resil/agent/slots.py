@@ -1,8 +1,7 @@
 """Which slot a rank may write next.
 
-The newest iteration that *all* ranks of the run have sealed is never overwritten on any node, and neither is a newer
-one that may still become that. Older ones and those that were given up are, the oldest first, unless somebody reads
-them (core.pins).
+Which iterations are expendable is for others to say, see :mod:`slurm_resil.agent.keeping`. Of these the oldest goes
+first, unless somebody reads it (core.pins).
 """
 
 from __future__ import annotations
@@ -39,13 +38,16 @@ class Slots:
         job_dir: Job's directory in the burst buffer.
         rank: Global rank.
         count: Number of slots.
+        forget: Called before an iteration's shard is given away: its redundancy is then of no use any more.
 
     Attributes:
         count: Number of slots.
     """
 
-    def __init__(self, job_dir: str, rank: int, count: int) -> None:
-        self._job_dir, self._rank, self.count = job_dir, rank, count
+    def __init__(
+        self, job_dir: str, rank: int, count: int, forget: Callable[[int], None] = lambda iteration: None
+    ) -> None:
+        self._job_dir, self._rank, self.count, self._forget = job_dir, rank, count, forget
         self._slots = [_Slot() for _ in range(count)]
 
     def holds(self, index: int, iteration: int) -> None:
@@ -83,6 +85,11 @@ class Slots:
             self._slots[index] = _Slot(iteration, busy=True, refused=slot.refused)
             return index
         return None
+
+    @property
+    def usable(self) -> int:
+        """Number of slots, without those for which there was no space the last time."""
+        return sum(not slot.refused for slot in self._slots)
 
     def sealing(self, index: int, iteration: int) -> bool:
         """Say that a slot is about to be sealed; False if this is not the rank's to seal."""
@@ -156,6 +163,7 @@ class Slots:
     def _evict(self, iteration: int) -> bool:
         with pins.exclude(self._job_dir, iteration) as mine:
             if mine:
+                self._forget(iteration)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(paths.manifest(self._job_dir, iteration, self._rank))
             return mine

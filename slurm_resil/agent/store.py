@@ -32,3 +32,13 @@ class Store(Protocol):
 
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """Take a shard out of the candidates, and keep it; returns where its manifest is now, None if it is gone."""
+
+    def encoded(self) -> set[int]:
+        """Iterations of which this node has its part of the redundancy."""
+
+    def forget(self, iteration: int) -> None:
+        """Remove what this node has of the redundancy of an iteration.
+
+        Raises:
+            OSError: The file system refused.
+        """

@@ -30,12 +30,17 @@ class Choice:
     Attributes:
         iteration: Iteration to restore, 0 for a fresh start.
         sources: One per rank.
-        complete: Newest iteration of which every rank has a shard, 0 for none.
+        everywhere: Iterations of which every rank has a shard.
     """
 
     iteration: int
     sources: tuple[Source, ...]
-    complete: int
+    everywhere: frozenset[int]
+
+    @property
+    def complete(self) -> int:
+        """Newest iteration of which every rank has a shard, 0 for none."""
+        return max(self.everywhere, default=0)
 
 
 def choose(
@@ -66,7 +71,6 @@ def choose(
     everywhere = {one for one, attempt in good[0].items() if all(here.get(one) == attempt for here in good)}
     files = {one for one in durable if (one, DRAINED) not in gone}
     others = {one for one in whole if (one, SHARDS) not in gone}
-    complete = max(everywhere, default=0)
     iteration = max(everywhere | files | others, default=0)
     sources: list[Source] = ["local"] * world_size
     if iteration in others - everywhere:
@@ -76,7 +80,7 @@ def choose(
         sources = ["local" if attempt is not None and here.get(iteration) == attempt else "drained" for here in good]
     if not iteration:
         sources = ["fresh"] * world_size
-    return Choice(iteration=iteration, sources=tuple(sources), complete=complete)
+    return Choice(iteration=iteration, sources=tuple(sources), everywhere=frozenset(everywhere))
 
 
 def drained_iterations(run_dir: str) -> set[int]:

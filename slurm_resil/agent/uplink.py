@@ -55,6 +55,24 @@ class LeaderPlace:
         return connect(address, auth=client_auth(self.run_dir, auth), server_uids={os.getuid()}, timeout_s=timeout_s)
 
 
+def publish_leader(run_dir: str, address: str, auth: str, *, job_id: int, attempt: int) -> None:
+    """Say where the leader is, for :class:`LeaderPlace`.
+
+    Args:
+        run_dir: Run's directory.
+        address: ``host:port``.
+        auth: Name of the way in which agents prove who they are.
+        job_id: Job.
+        attempt: Attempt.
+    """
+    document = {"address": address, "auth": auth, "job_id": job_id, "attempt": attempt, "pid": os.getpid()}
+    try:
+        fsio.write_json(paths.leader(run_dir), document)
+    except OSError as error:
+        mend = "make the prefix writable: agents on other nodes cannot find a new leader"
+        event(log, "leader_not_published", level=logging.ERROR, path=run_dir, why=str(error), mend=mend)
+
+
 class Uplink:
     """Keeps a connection.
 

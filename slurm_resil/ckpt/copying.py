@@ -57,7 +57,9 @@ class Copies:
             later: Whether the source stays as it is for a while.
         """
         if later and not source.is_inference():
-            self._later.append((name, target, source, source._version))
+            # a tensor of its own: the training may give the source other memory (``.data = ``, ``half()``), and what it
+            # had would go away under the copy
+            self._later.append((name, target, source.detach(), source._version))
         elif self._lanes.in_batches(source):
             self._now.append((target, source))
         else:

@@ -28,6 +28,8 @@ def save(file: BinaryIO, named: Iterable[tuple[str, str, Sequence[int], Array]])
 
 def _tensor(name: str, dtype: str, shape: Sequence[int], raw: Array) -> torch.Tensor:
     if dtype.startswith("torch."):
+        if raw.size == 0:  # one that is empty has no stride by which another type could be told
+            return torch.empty(tuple(shape), dtype=dtypes.torch_dtype(dtype, name))
         return torch.from_numpy(raw).view(dtypes.torch_dtype(dtype, name)).reshape(tuple(shape))
     numbers: Any = decode(dtype, raw)
     try:

@@ -158,8 +158,8 @@ class Plan:
         if self.faults:
             raise StateError(
                 f"the state does not fit the checkpoint: {listed(self.faults, '; ')}",
-                mend="restore into a state of the same shape, say in LoadOptions what may differ, "
-                "or give the run another id to start afresh",
+                mend="restore into a state of the same shape, or say in LoadOptions what may differ; "
+                "a run that shall start afresh needs another id",
                 differences=len(self.faults),
             )
 

@@ -17,8 +17,10 @@ from slurm_resil.ckpt.private import Policy
 from slurm_resil.ckpt.shards import ShardsSource
 from slurm_resil.ckpt.source import DrainedSource, LocalSource
 from slurm_resil.core import garbage
+from slurm_resil.core.background import Background
 from slurm_resil.core.errors import DataError
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+from slurm_resil.format.staged import StagedCopy
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Restored:
     Attributes:
         wanted_bytes: Bytes that went into the state.
         read_bytes: Bytes that were read for it; more than wanted where blocks hold more than this rank needs.
+        staged_bytes: How many of them came from a staged copy in the burst buffer.
         seconds: How long it took.
         report: What was left as it was, or converted.
     """
@@ -37,12 +40,17 @@ class Restored:
     iteration: int
     wanted_bytes: int
     read_bytes: int
+    staged_bytes: int = 0
     seconds: float
     report: LoadReport
 
 
 def restore_local(
-    state: Mapping[str, object], job_dir: str, manifest: ShardManifest, options: LoadOptions = EXACT
+    state: Mapping[str, object],
+    job_dir: str,
+    manifest: ShardManifest,
+    options: LoadOptions = EXACT,
+    helpers: Sequence[Background] = (),
 ) -> Restored:
     """Restore from the rank's own sealed shard.
 
@@ -51,13 +59,14 @@ def restore_local(
         job_dir: Job's directory in the burst buffer.
         manifest: Manifest of the shard.
         options: What may differ.
+        helpers: Threads that verify beside the caller.
 
     Raises:
         StateError: The state does not fit; nothing was changed.
         DataError: The shard is not what its manifest says; nothing was changed.
     """
     started = time.perf_counter()
-    with garbage.kept(), LocalSource(job_dir, manifest) as source:
+    with garbage.kept(), LocalSource(job_dir, manifest, helpers) as source:
         report = load_into(state, manifest.values, source, options)
         source.check_again()
         read = source.read_bytes
@@ -73,6 +82,7 @@ def restore_drained(
     *,
     private: Policy = "error",
     options: LoadOptions = EXACT,
+    staged: StagedCopy | None = None,
 ) -> Restored:
     """Restore from a drained file; the number of ranks may be another than that of the save.
 
@@ -87,6 +97,7 @@ def restore_drained(
         private: What becomes of rank-private state if the number of ranks has changed, see
             :func:`slurm_resil.ckpt.private.merge`.
         options: What may differ.
+        staged: Copy of blocks of it on this node; it is closed. What is not there, or damaged, is read from the file.
 
     Raises:
         StateError: The state does not fit, or private state has no place to go; nothing was changed.
@@ -94,11 +105,11 @@ def restore_drained(
     """
     started = time.perf_counter()
     old = manifest.world_size
-    with garbage.kept(), DrainedSource(run_dir, manifest, rank % old) as source:
+    with garbage.kept(), DrainedSource(run_dir, manifest, rank % old, staged) as source:
         values = _merged(lambda one: _values(source, one), source.is_global, old, rank, world_size, private)
         report = load_into(state, values, source, options)
-        wanted, read = source.wanted_bytes, source.read_bytes
-    return _restored(manifest, started, wanted, read, report)
+        wanted, read, there = source.wanted_bytes, source.read_bytes, source.staged_bytes
+    return _restored(manifest, started, wanted, read, report, staged=there)
 
 
 def restore_shards(
@@ -141,7 +152,13 @@ def restore_shards(
 
 
 def _restored(
-    manifest: ShardManifest | DrainedManifest, started: float, wanted: int, read: int, report: LoadReport
+    manifest: ShardManifest | DrainedManifest,
+    started: float,
+    wanted: int,
+    read: int,
+    report: LoadReport,
+    *,
+    staged: int = 0,
 ) -> Restored:
     if report:
         log.warning("slurm-resil: iteration %d was not restored as it stands: %s", manifest.iteration, report)
@@ -149,6 +166,7 @@ def _restored(
         iteration=manifest.iteration,
         wanted_bytes=wanted,
         read_bytes=read,
+        staged_bytes=staged,
         seconds=time.perf_counter() - started,
         report=report,
     )

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from slurm_resil.ckpt import seal
-from slurm_resil.ckpt.source import Box, Source, Want, copy_in, cut, memory_of
+from slurm_resil.ckpt.source import Source, Want, copy_in, memory_of
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError
 from slurm_resil.format import blocks, boxes, layout, world
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import Extent, Item, ShardManifest, digest
+from slurm_resil.format.ranges import Box, cut
 
 
 class ShardsSource(Source):

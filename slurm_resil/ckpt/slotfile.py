@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from slurm_resil.core import fsio, paths
-from slurm_resil.core.errors import ConfigError, DataError, SpaceError, missing_path
+from slurm_resil.core.errors import CapacityError, ConfigError, DataError, SpaceError, missing_path
 from slurm_resil.format import container, frame, layout
 from slurm_resil.format.manifest import Document, digest
 
@@ -35,21 +35,21 @@ class Wanted:
     Attributes:
         rank: Global rank.
         specs: The datasets.
+        reserve_bytes: What all parities on this node may take: slots that are a help only leave it free.
     """
 
     rank: int
     specs: tuple[container.Spec, ...]
+    reserve_bytes: int = 0
 
-    @cached_property
-    def data(self) -> bytes:
-        """It as JSON."""
+    def _data(self, **more: int) -> bytes:
         specs = [[spec.path, spec.dtype, spec.shape, spec.attributes] for spec in self.specs]
-        return json.dumps({"rank": self.rank, "specs": specs}, separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps({"rank": self.rank, "specs": specs, **more}, separators=(",", ":"), allow_nan=False).encode()
 
     @cached_property
     def digest(self) -> str:
         """Name of this layout: equal ones lay files out equally."""
-        return digest(self.data)
+        return digest(self._data())
 
     @cached_property
     def nbytes(self) -> int:
@@ -73,7 +73,8 @@ class Wanted:
         """
         with _refusals(job_dir, self):
             _make_directories(job_dir)
-            fsio.write_atomic(_wanted_path(job_dir, self.rank), self.data, mode=0o600, sync=False)
+            data = self._data(reserve_bytes=self.reserve_bytes)
+            fsio.write_atomic(_wanted_path(job_dir, self.rank), data, mode=0o600, sync=False)
 
     @classmethod
     def read(cls, job_dir: str, rank: int) -> Wanted:
@@ -89,7 +90,7 @@ class Wanted:
                 container.Spec(path=name, dtype=dtype, shape=tuple(shape), attributes=attributes)
                 for name, dtype, shape, attributes in raw["specs"]
             )
-            return cls(rank=raw["rank"], specs=specs)
+            return cls(rank=raw["rank"], specs=specs, reserve_bytes=raw["reserve_bytes"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path} is no layout of slots: {error!r}", path=path) from error
 
@@ -235,7 +236,7 @@ class SlotFiles:
     def _check_space(self, index: int, wanted: Wanted) -> None:
         """Refuse early when this slot does not fit, or fewer slots than it takes to save again and again.
 
-        More than those are a help for drains that are slow, and not worth refusing for.
+        More than those are a help for drains that are slow: not worth refusing for, and parity goes before them.
         """
         others = [one for one in range(self._count) if one != index]
         fitting = {one for one in others if self.fits(one, wanted)}
@@ -244,8 +245,11 @@ class SlotFiles:
         if not info.f_blocks:
             return
         free = info.f_bavail * info.f_frsize + self._held(index)
-        if free < wanted.file_bytes:
-            raise _too_small(self._job_dir, wanted, free, wanted.file_bytes, len(fitting))
+        least = wanted.file_bytes
+        if len(fitting) >= LEAST_SLOTS:
+            least += max(0, wanted.reserve_bytes - _parities(self._job_dir))
+        if free < least:
+            raise _too_small(self._job_dir, wanted, free, least, len(fitting))
         # what others of an earlier layout hold comes back when it is their turn
         free += sum(self._held(one) for one in others if one not in fitting)
         need = wanted.file_bytes * (1 + max(missing, 0))
@@ -259,29 +263,67 @@ class SlotFiles:
         return 0
 
 
-def check_capacity(job_dir: str, wanted: Wanted, ranks_on_node: int) -> None:
+def capacity(job_dir: str) -> int:
+    """Bytes of the file system that holds the job's directory, or will; 0 if that is not known."""
+    place = job_dir
+    while not os.path.isdir(place) and os.path.dirname(place) != place:
+        place = os.path.dirname(place)
+    info = os.statvfs(place)
+    return info.f_blocks * info.f_frsize
+
+
+def check_capacity(
+    job_dir: str, wanted: Wanted, ranks_on_node: int, *, slots: int, parity_bytes: int = 0, scheme: str = ""
+) -> str:
     """Refuse a burst buffer that could not hold the slots even if it were empty.
 
     Args:
         job_dir: Job's directory in the burst buffer.
         wanted: Layout of this rank's slots; the node's other ranks are taken to need as much.
         ranks_on_node: Number of ranks that share the burst buffer.
+        slots: Slots that each rank is to have.
+        parity_bytes: What parities may take on this node.
+        scheme: What protects the checkpoints; empty: nothing does.
+
+    Returns:
+        What does not fit although training goes on without it, for people; empty if all does.
 
     Raises:
-        SpaceError: It is too small; names both sizes.
+        CapacityError: It is too small; names both sizes.
     """
-    place = job_dir
-    while not os.path.isdir(place) and os.path.dirname(place) != place:
-        place = os.path.dirname(place)
-    info = os.statvfs(place)
-    size, need = info.f_blocks * info.f_frsize, LEAST_SLOTS * ranks_on_node * wanted.file_bytes
+    size, one = capacity(job_dir), ranks_on_node * wanted.file_bytes
+    need = LEAST_SLOTS * one
     if size and size < need:
-        raise SpaceError(
+        raise CapacityError(
             f"the burst buffer at {job_dir} is too small: it holds {size} bytes, {need} are needed for "
             f"{LEAST_SLOTS} slots of {ranks_on_node} ranks with a state of {wanted.nbytes} bytes",
             mend="use a larger burst buffer (SLURM_RESIL_BB_ROOT), or mount this one with a larger size",
             path=job_dir,
         )
+    if not size or not parity_bytes or size >= slots * one + parity_bytes:
+        return ""
+    room = (size - parity_bytes) // one
+    came_of_it = (
+        f"{room} slots are made"
+        if room >= LEAST_SLOTS
+        else f"checkpoints are not protected: {LEAST_SLOTS} slots leave {size - need} bytes"
+    )
+    wish = slots * one + parity_bytes
+    return (
+        f"the burst buffer at {job_dir} holds {size} bytes, {wish} are needed for {slots} slots of "
+        f"{ranks_on_node} ranks with a state of {wanted.nbytes} bytes, and {parity_bytes} of these for the parity of "
+        f"{scheme}; {came_of_it}"
+    )
+
+
+def _parities(job_dir: str) -> int:
+    """Bytes that parities take on this node now."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(paths.redundancy(job_dir)) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+    return total
 
 
 def _wanted_path(job_dir: str, rank: int) -> str:
@@ -355,6 +397,7 @@ def _make_directories(job_dir: str) -> None:
 def _too_small(job_dir: str, wanted: Wanted, free: int, need: int, made: int) -> SpaceError:
     what, goes_on = f"for a slot with a state of {wanted.nbytes} bytes", ""
     if made >= LEAST_SLOTS:
+        what += f", with {need - wanted.file_bytes} for parity" if need > wanted.file_bytes else ""
         goes_on = f"; the next saves use the {made} slots that are there"
     elif need > wanted.file_bytes:
         what = f"for {LEAST_SLOTS} slots with a state of {wanted.nbytes} bytes"

@@ -74,14 +74,23 @@ class Arena:
         job_dir: Job's directory in the burst buffer; created if only the last part is missing.
         rank: Global rank.
         slots: Number of slots.
+        reserve: Bytes that parities may take on this node, of the bytes of the state of a rank; default: none.
         lanes: How tensors are copied; only tests give another.
     """
 
-    def __init__(self, job_dir: str, rank: int, slots: int = 3, *, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self,
+        job_dir: str,
+        rank: int,
+        slots: int = 3,
+        *,
+        reserve: Callable[[int], int] = lambda _: 0,
+        lanes: Lanes | None = None,
+    ) -> None:
         self._job_dir, self._rank, self._count = job_dir, rank, slots
         self._files = SlotFiles(job_dir, rank, slots)
         self._slots: dict[int, _Slot] = {}
-        self._lanes = lanes or Lanes()
+        self._reserve, self._lanes = reserve, lanes or Lanes()
         self._registered = Registered(self._lanes.runtime)
         self._generation = 0
         self._written: dict[int, int] = {}  # iteration -> slot
@@ -195,7 +204,8 @@ class Arena:
         """Layout that a state needs."""
         if self._wanted is None or self._wanted[0] is not flat.items:
             specs = tuple(map(slot_spec, flat.items))
-            self._wanted = (flat.items, Wanted(rank=self._rank, specs=specs))
+            reserve_bytes = self._reserve(Wanted(rank=self._rank, specs=specs).file_bytes)
+            self._wanted = (flat.items, Wanted(rank=self._rank, specs=specs, reserve_bytes=reserve_bytes))
         return self._wanted[1]
 
     def prepare(self, flat: Flat, indices: tuple[int, ...] | None = None) -> None:
@@ -237,12 +247,15 @@ class Arena:
             return slot
         self._unmap(index)
         laid, map_ = self._files.open(index, wanted)
-        rows = zip(flat.items, flat.sources, laid.offsets, strict=True)
+        key = (flat.items, laid.offsets)
+        same = next((one for one in self._slots.values() if (one.flat_items, one.offsets) == key), None)
+        offsets, items = (same.offsets, same.items) if same is not None else (laid.offsets, None)
+        rows = zip(flat.items, flat.sources, offsets, strict=True)
         slot = self._slots[index] = _Slot(
             wanted=wanted,
             flat_items=flat.items,
-            items=tuple(slot_items(flat, laid.offsets)),
-            offsets=laid.offsets,
+            items=tuple(slot_items(flat, offsets)) if items is None else items,  # of many tensors: not once per slot
+            offsets=offsets,
             map=map_,
             file=_file(self._files.path(index)),
             targets=[_target(map_, item, source, at) for item, source, at in rows],

@@ -13,13 +13,15 @@ import torch
 from slurm_resil.ckpt import dtypes, seal
 from slurm_resil.ckpt.state import Array
 from slurm_resil.ckpt.verified import VerifiedFile
+from slurm_resil.core.background import Background, share
 from slurm_resil.core.errors import DataError, StateError
-from slurm_resil.format import layout
+from slurm_resil.format import contents, layout
 from slurm_resil.format import stamp as stamps
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Extent, Item, ShardManifest
+from slurm_resil.format.ranges import Range, ranges
+from slurm_resil.format.staged import StagedCopy
 
-ROW_BYTES = 1 << 20  # rows of at least this size are read one by one where only a part of each is needed
-Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # local start, global start, shape
+_COPY_BYTES = 16 << 20  # copied by one of several threads before it looks for more
 
 
 class Want(NamedTuple):  # quicker to make than a dataclass: there are as many as tensors
@@ -97,17 +99,24 @@ def memory_of(target: torch.Tensor | Array) -> Array | None:
 class LocalSource(Source):
     """A sealed shard in a slot of this node. Use as a context manager.
 
+    Args:
+        job_dir: Job's directory in the burst buffer.
+        manifest: Of the shard.
+        helpers: Threads that verify beside the caller, and unmap.
+
     Attributes:
         read_bytes: Bytes of the items that were given.
     """
 
-    def __init__(self, job_dir: str, manifest: ShardManifest) -> None:
+    def __init__(self, job_dir: str, manifest: ShardManifest, helpers: Sequence[Background] = ()) -> None:
         self._manifest = manifest
         self._items: dict[str, Item] = {item.name: item for item in manifest.items}
         self._where = seal.slot_path(job_dir, manifest)
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._stack = contextlib.ExitStack()
-        self._map, _ = self._stack.enter_context(seal.mapped(job_dir, manifest))
+        self._helpers = helpers
+        later = {"unmap": helpers[0].put} if helpers else {}
+        self._map, _ = self._stack.enter_context(seal.mapped(job_dir, manifest, **later))
         self.read_bytes = 0
 
     def __enter__(self) -> Self:
@@ -134,7 +143,7 @@ class LocalSource(Source):
     def verify(self, wants: Sequence[Want]) -> None:
         """See Source."""
         items = [self._items[name] for name in dict.fromkeys(want.name for want in wants)]
-        seal.check_items(self._map, self._manifest, items, self._where)
+        contents.check_items(self._map, self._manifest, items, self._where, self._helpers)
 
     def fill(self, want: Want, target: torch.Tensor | Array) -> None:
         """See Source."""
@@ -142,8 +151,7 @@ class LocalSource(Source):
 
     def fill_all(self, places: Sequence[tuple[Want, torch.Tensor | Array]]) -> None:
         """See Source."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for want, target in places:
                 item = self._items[want.name]
@@ -155,12 +163,10 @@ class LocalSource(Source):
                     continue
                 source = self._view(target, item.offset)
                 if target.is_cpu and not (target.is_neg() or target.is_conj()):
-                    targets.append(target)
-                    sources.append(source)
+                    pairs.append((target, source))
                 else:
                     target.copy_(source)
-            if targets:  # in one call, during which other threads may run
-                torch._foreach_copy_(targets, sources)
+        share(_copy, _portions(pairs) if self._helpers else [pairs] if pairs else [], self._helpers)
 
     def _view(self, target: torch.Tensor, offset: int) -> torch.Tensor:
         """Look at the mapping as a tensor of a target's type and shape."""
@@ -183,6 +189,31 @@ class LocalSource(Source):
         stamps.check(self._map, self._manifest, self._where)
 
 
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy in one call, during which other threads may run."""
+    with torch.no_grad():  # which is a thread's own
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _portions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Cut copies into portions that several threads do; a large tensor goes in parts."""
+    portion: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = 0
+    for target, source in pairs:
+        if target.nbytes > 2 * _COPY_BYTES and target.is_contiguous() and source.is_contiguous():
+            count = _COPY_BYTES // target.itemsize
+            to, from_ = target.view(-1), source.view(-1)
+            yield from ([(to[at : at + count], from_[at : at + count])] for at in range(0, len(to), count))
+            continue
+        portion.append((target, source))
+        size += target.nbytes
+        if size >= _COPY_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
+
+
 def _covers(extents: Sequence[Extent], shape: tuple[int, ...], want: Want) -> bool:
     """Whether two descriptions mean the same part: one box that is the whole tensor equals ``whole``."""
     zero = (0,) * len(shape)
@@ -199,19 +230,22 @@ class DrainedSource(Source):
         run_dir: Run's directory on the parallel file system.
         manifest: What it holds.
         rank: Whose private items are wanted: a rank of the old world, or None where they are out of reach.
+        staged: Copy of blocks of it on this node, see :class:`slurm_resil.ckpt.verified.VerifiedFile`.
 
     Attributes:
         wanted_bytes: Bytes that were asked for.
     """
 
-    def __init__(self, run_dir: str, manifest: DrainedManifest, rank: int | None) -> None:
+    def __init__(
+        self, run_dir: str, manifest: DrainedManifest, rank: int | None, staged: StagedCopy | None = None
+    ) -> None:
         self._rank = rank
         self._path = os.path.join(run_dir, os.path.basename(manifest.file))
         self._global = {item.name: item for item in manifest.items if item.rank is None}
         self._private: dict[tuple[int | None, str], DrainedItem] = {
             (item.rank, item.name): item for item in manifest.items if item.rank is not None
         }
-        self._file = VerifiedFile(self._path, manifest)
+        self._file = VerifiedFile(self._path, manifest, staged)
         self.wanted_bytes = 0
 
     def __enter__(self) -> Self:
@@ -224,6 +258,11 @@ class DrainedSource(Source):
     def read_bytes(self) -> int:
         """Bytes that were read from the file, in blocks."""
         return self._file.read_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """How many of them came from the staged copy."""
+        return self._file.staged_bytes
 
     def is_global(self, name: str) -> bool:
         """Whether an item is one for all ranks."""
@@ -264,8 +303,8 @@ class DrainedSource(Source):
             if want.whole:
                 needed.update(self._file.blocks_of(item.offset, item.nbytes))
             else:
-                for _, start, count, _ in self._pieces(item, want):
-                    needed.update(self._file.blocks_of(item.offset + start, count))
+                for piece in self._pieces(item, want):
+                    needed.update(self._file.blocks_of(item.offset + piece.start, piece.nbytes))
         for index in sorted(needed):
             self._file.block(index)
 
@@ -283,7 +322,7 @@ class DrainedSource(Source):
         unit = layout.itemsize(want.dtype)
         local = np.empty(size, np.uint8) if memory is None else memory
         local = local.reshape(*want.local_shape, unit)
-        for at, start, count, (box, strides) in self._pieces(item, want):
+        for at, start, count, box, strides in self._pieces(item, want):
             place = local[tuple(slice(first, first + extent) for first, extent in zip(at, box, strict=True))]
             if count == place.nbytes and place.flags.c_contiguous:
                 self._file.read_into(item.offset + start, place.reshape(-1))
@@ -303,49 +342,10 @@ class DrainedSource(Source):
         for want, target in sorted(places, key=offset):  # or blocks would be read again and again
             self.fill(want, target)
 
-    def _pieces(
-        self, item: DrainedItem, want: Want
-    ) -> Iterator[tuple[tuple[int, ...], int, int, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Cut what is wanted into ranges of the file that are read at once.
-
-        Yields:
-            Place in the local tensor; start and length of a range in the item's bytes; shape of the box in it and its
-            strides in bytes.
-        """
-        unit = layout.itemsize(item.dtype)
-        strides = [unit] * len(item.shape)
-        for dim in range(len(item.shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * item.shape[dim + 1]
-        zero = (0,) * len(item.shape)
-        whole = (Extent(local=zero, start=zero, shape=item.shape),)
-        for extent in whole if want.whole else want.extents:
-            if 0 not in extent.shape:
-                for local, start, box in cut((extent.local, extent.start, extent.shape), item.shape, strides):
-                    first = sum(s * stride for s, stride in zip(start, strides, strict=True))
-                    last = sum((n - 1) * stride for n, stride in zip(box, strides, strict=True))
-                    yield local, first, last + unit, (box, tuple(strides))
-
-
-def cut(box: Box, shape: Sequence[int], strides: Sequence[int], dim: int = 0) -> Iterator[Box]:
-    """Cut a box so that no range in the file spans much that is not wanted, and none is huge."""
-    local, start, size = box
-    inner_full = all(size[d] == shape[d] for d in range(dim + 1, len(shape)))
-    if dim >= len(shape):
-        yield box
-        return
-    if not inner_full and strides[dim] >= ROW_BYTES:
-        for index in range(size[dim]):
-            row = (_moved(local, dim, index), _moved(start, dim, index), (*size[:dim], 1, *size[dim + 1 :]))
-            yield from cut(row, shape, strides, dim + 1)
-        return
-    rows = max(1, 16 * ROW_BYTES // max(strides[dim], 1))
-    for index in range(0, size[dim], rows):
-        count = min(rows, size[dim] - index)
-        yield _moved(local, dim, index), _moved(start, dim, index), (*size[:dim], count, *size[dim + 1 :])
-
-
-def _moved(at: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
-    return (*at[:dim], at[dim] + by, *at[dim + 1 :])
+    @staticmethod
+    def _pieces(item: DrainedItem, want: Want) -> Iterator[Range]:
+        """Cut what is wanted into ranges of the item's bytes."""
+        return ranges(item.shape, layout.itemsize(item.dtype), None if want.whole else want.extents)
 
 
 def fresh(dtype: str, shape: Sequence[int], where: str, fields: object = None) -> torch.Tensor | Array:

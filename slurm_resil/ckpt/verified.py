@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
@@ -11,7 +12,9 @@ from slurm_resil.ckpt import seal
 from slurm_resil.ckpt.state import Array
 from slurm_resil.core.errors import DataError
 from slurm_resil.format.manifest import DrainedManifest
+from slurm_resil.format.staged import StagedCopy
 
+log = logging.getLogger(__name__)
 CACHE_BYTES = 48 << 20  # verified blocks that are kept between checking and copying
 
 
@@ -21,32 +24,44 @@ class VerifiedFile:
     Args:
         path: File.
         manifest: What it holds.
+        staged: Copy of blocks of it on this node: read first, and closed with this. What is missing there, or does not
+            match its hash, is read from the file.
 
     Attributes:
         read_bytes: Bytes that were read, in blocks.
+        staged_bytes: How many of them came from the staged copy.
 
     Raises:
         DataError: It is missing or truncated.
     """
 
-    def __init__(self, path: str, manifest: DrainedManifest) -> None:
-        self._path, self._manifest = path, manifest
+    def __init__(self, path: str, manifest: DrainedManifest, staged: StagedCopy | None = None) -> None:
+        self._path, self._manifest, self._staged = path, manifest, staged
         self._cache: dict[int, memoryview] = {}
-        self.read_bytes = 0
+        self.read_bytes = self.staged_bytes = 0
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
+        except OSError as error:
+            self._close_staged()
+            if not isinstance(error, FileNotFoundError):
+                raise
             raise DataError(f"{path} is missing", fault="missing") from error
         try:
             seal.check_drained_size(path, os.fstat(self._fd).st_size, manifest)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def close(self) -> None:
         """Close it."""
         os.close(self._fd)
+        self._close_staged()
         self._cache.clear()
+
+    def _close_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
 
     def blocks_of(self, offset: int, count: int) -> range:
         """Which blocks a range of bytes, not empty, lies in."""
@@ -90,17 +105,34 @@ class VerifiedFile:
             start = index * manifest.block_bytes
             count = min(manifest.block_bytes, manifest.file_bytes - start)
             block = self._memory(count)
-            done = 0
-            while done < count:
-                got = os.preadv(self._fd, [block[done:]], start + done)
-                if got == 0:
-                    raise DataError(f"{self._path} is truncated at byte {start + done}", fault="truncated")
-                done += got
-            self.read_bytes += done
-            if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
-                raise seal.flipped_block(self._path, manifest, index)
+            self.read_bytes += count
+            if not self._from_staged(index, start, block):
+                self._read(start, block)
+                if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
+                    raise seal.flipped_block(self._path, manifest, index)
         self._cache[index] = block
         return block
+
+    def _from_staged(self, index: int, start: int, block: memoryview) -> bool:
+        """Read a block from the staged copy and verify it; False if it cannot be had there."""
+        staged = self._staged
+        if staged is None or not staged.read(index, start, block):
+            return False
+        if xxhash.xxh3_128_hexdigest(block) != self._manifest.blocks[index]:
+            staged.drop(index)
+            flaw = seal.flipped_block(staged.path, self._manifest, index)
+            log.warning("slurm-resil: %s; they are read from %s", flaw.message, self._path)
+            return False
+        self.staged_bytes += len(block)
+        return True
+
+    def _read(self, start: int, block: memoryview) -> None:
+        done = 0
+        while done < len(block):
+            got = os.preadv(self._fd, [block[done:]], start + done)
+            if got == 0:
+                raise DataError(f"{self._path} is truncated at byte {start + done}", fault="truncated")
+            done += got
 
     def _memory(self, count: int) -> memoryview:
         """Find memory for a block, that of the block which was not used for longest where there are many."""
