@@ -59,6 +59,38 @@ def block(box: Shape, shape: Shape, source_shape: Shape, itemsize: int) -> tuple
     return inner, length
 
 
+def before(shape: Shape, box: Box, itemsize: int, offset: int) -> int:
+    """Bytes of a box's stream that lie before a byte of its tensor.
+
+    Args:
+        shape: Shape of the tensor.
+        box: The box inside it.
+        itemsize: Size of an element, bytes.
+        offset: Byte of the tensor, up to its size.
+    """
+    element, rest = divmod(offset, itemsize)
+    if not shape:
+        return min(offset, itemsize)
+    volume, elements = box.volume, 0
+    for start, size, step in zip(box.start, box.shape, strides(shape), strict=True):
+        if not size:
+            return 0
+        volume //= size
+        at, element = divmod(element, max(step, 1))
+        if at < start:
+            return elements * itemsize
+        if at >= start + size:
+            return (elements + size * volume) * itemsize
+        elements += (at - start) * volume
+    return elements * itemsize + rest
+
+
+def span(shape: Shape, box: Box, itemsize: int) -> tuple[int, int]:
+    """First byte of a box in its tensor, and the byte after its last one; the box is not empty."""
+    last = Box(tuple(at + size - 1 for at, size in zip(box.start, box.shape, strict=True)), box.shape)
+    return _base(box, shape) * itemsize, (_base(last, shape) + 1) * itemsize
+
+
 def _base(box: Box, shape: Shape) -> int:
     return sum(at * step for at, step in zip(box.start, strides(shape), strict=True))
 

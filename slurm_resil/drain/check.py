@@ -8,11 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from slurm_resil.comm.base import Bytes
-from slurm_resil.core import paths, pins
+from slurm_resil.core import fsio, paths, pins
 from slurm_resil.core.errors import DataError
-from slurm_resil.drain import shards
-from slurm_resil.drain.shards import READ_BYTES, pread_into
-from slurm_resil.format import blocks, frame, stamp
+from slurm_resil.drain.shards import READ_BYTES
+from slurm_resil.format import blocks, frame, sealed, stamp
 from slurm_resil.format.manifest import DrainedManifest, Item, ShardManifest, digest
 
 
@@ -29,21 +28,33 @@ def shard_flaws(job_dir: str, iteration: int, done: Callable[[int], None] = lamb
     """
     flaws: list[str] = []
     with pins.hold(job_dir, iteration):
-        good, bad = shards.load(job_dir, iteration)
+        good, bad = sealed.load(job_dir, iteration)
         flaws += bad
         for manifest in good:
-            path = os.path.join(job_dir, "slots", os.path.basename(manifest.slot))
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except FileNotFoundError:
-                flaws.append(f"slot {path} of rank {manifest.rank} is missing")
-                continue
-            try:
-                flaws += outer_flaws(fd, path, manifest)
-                flaws += [flaw for item in manifest.items if (flaw := item_flaw(fd, path, manifest, item, done))]
-            finally:
-                os.close(fd)
+            flaws += manifest_flaws(job_dir, manifest, done)
     return flaws
+
+
+def manifest_flaws(job_dir: str, manifest: ShardManifest, done: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Verify one shard of this node; says what is wrong. The caller has pinned it.
+
+    Raises:
+        OSError: Something cannot be read.
+    """
+    path = os.path.join(job_dir, "slots", os.path.basename(manifest.slot))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return [f"slot {path} of rank {manifest.rank} is missing"]
+    except OSError as error:
+        if error.errno not in fsio.UNREADABLE:
+            raise
+        return [f"slot {path} of rank {manifest.rank}: {error.strerror}"]  # a link, or something that is no file
+    try:
+        flaws = outer_flaws(fd, path, manifest)
+        return flaws + [flaw for item in manifest.items if (flaw := item_flaw(fd, path, manifest, item, done))]
+    finally:
+        os.close(fd)
 
 
 def outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
@@ -51,7 +62,7 @@ def outer_flaws(fd: int, path: str, manifest: ShardManifest) -> list[str]:
 
     def read(start: int, stop: int) -> Bytes:
         data = np.empty(stop - start, np.uint8)
-        pread_into(fd, data.data, start, path)
+        fsio.pread_into(fd, data.data, start, path)
         return data
 
     flaws, size = [], os.fstat(fd).st_size
@@ -73,7 +84,7 @@ def item_flaw(fd: int, path: str, manifest: ShardManifest, item: Item, done: Cal
     try:
         for at in range(0, item.nbytes, buffer.size):
             view = buffer[: min(buffer.size, item.nbytes - at)].data
-            pread_into(fd, view, (item.offset or 0) + at, path)
+            fsio.pread_into(fd, view, (item.offset or 0) + at, path)
             state.update(view)
             done(len(view))
     except DataError as error:
@@ -108,7 +119,7 @@ def drained_flaws(run_dir: str, iteration: int, done: Callable[[int], None] = la
         for block, expected in enumerate(manifest.blocks):
             begin = block * manifest.block_bytes
             view = buffer[: min(manifest.block_bytes, size - begin)].data
-            pread_into(fd, view, begin, path)
+            fsio.pread_into(fd, view, begin, path)
             if digest(view) != expected:
                 flaws.append(f"{path}: block {block} is damaged{inside(manifest, begin, begin + len(view))}")
             done(len(view))

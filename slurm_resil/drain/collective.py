@@ -2,6 +2,9 @@
 
 Order: find the shards, plan, lease, skeleton, collective writes, sync, read back, rename, manifest, durable marks. The
 file has a temporary name until all of it was read back, and the checkpoint counts only when its manifest is there.
+
+A drain that storage refuses is tried again, with longer and longer waits, as long as the budget for that lasts. What it
+has written stays, unless it is of no use: the next one goes on from there, whoever and how many its movers are.
 """
 
 from __future__ import annotations
@@ -11,50 +14,48 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any, TypeVar
 
 from slurm_resil.comm.base import (
     MAX_WRITE_BYTES,
-    Bytes,
     Communicator,
-    File,
-    Runs,
     agree,
     agreed,
     allgather_json,
     bcast_json,
-    from_os_error,
     stopped,
 )
-from slurm_resil.core import faults, fsio, paths
-from slurm_resil.core.errors import ConfigError, DataError, ResilError, SpaceError
-from slurm_resil.core.log import now_s
-from slurm_resil.drain import hints, rounds
+from slurm_resil.core import faults, paths
+from slurm_resil.core.config import RETRY_S
+from slurm_resil.core.errors import ConfigError, DataError, RefusedError, ResilError, SpaceError, StorageError
+from slurm_resil.core.hangs import HangWatch
+from slurm_resil.core.hangs import Tell as Hangs
+from slurm_resil.core.progress import Meter, Progress
+from slurm_resil.drain import hints, publishing, rounds, stripes
+from slurm_resil.drain.claims import Claims
 from slurm_resil.drain.find import Finder, mark
+from slurm_resil.drain.interleaved import narrow
 from slurm_resil.drain.lease import Lease
 from slurm_resil.drain.lease import path as lease_path
-from slurm_resil.drain.plan import Piece, Plan, Target
+from slurm_resil.drain.orders import Inbox, Orders, withdraw
+from slurm_resil.drain.pace import Pace
+from slurm_resil.drain.part import Part, Prepared, Skeleton, identity
+from slurm_resil.drain.patience import Patience
+from slurm_resil.drain.plan import Plan
 from slurm_resil.drain.planning import plan as make
-from slurm_resil.drain.readback import ReadBack
+from slurm_resil.drain.readback import Found, ReadBack
 from slurm_resil.drain.shards import Slots
-from slurm_resil.drain.throttle import Throttle
-from slurm_resil.format.manifest import BLOCK_BYTES, DrainedItem, DrainedManifest
+from slurm_resil.drain.storage import NOT_PAST, PAST
+from slurm_resil.drain.writing import Writer
+from slurm_resil.format.manifest import BLOCK_BYTES, DrainedManifest, ShardManifest
 
 BUFFER_BYTES = 64 << 20
-_METADATA_BYTES = 1024  # of one dataset in the file, generous
+VERIFY_STORAGE, VERIFY_CACHE = "storage", "cache"
+_SLICE_S = 0.2
 
-Skeleton = Callable[[str, Plan], Sequence[int | None]]
-"""Makes the file at a path with a dataset for each target and returns where the data of each starts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a drain is. ``phase``: ``write``, ``verify``; bytes of all movers, estimated."""
-
-    phase: str
-    done_bytes: int
-    total_bytes: int
+T = TypeVar("T")
+Tell = Callable[[str, Mapping[str, object]], None]
+"""Hears of what people should know: ``resumed``, ``starts_over``, ``retry``, ``cancelled``, with fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,14 @@ class Options:
     """How to drain.
 
     Attributes:
-        buffer_bytes: Memory of a mover for data, and the most it writes in one round.
+        buffer_bytes: Memory of a mover for data, of which a round takes a fifth.
         cap_bytes_s: Limit of all movers together; None: none.
         hints: MPI-IO hints of the site.
+        gather: Narrow parts of interleaved tensors are put together before MPI gets them; False: left to its hints.
+        retry_s: Seconds of waiting, without getting on meanwhile, after which storage that refuses is given up.
+        finish: There is a deadline: no pause while a checkpoint is taken.
+        verify: :data:`VERIFY_STORAGE`: read back past the page cache, as far as the system can; :data:`VERIFY_CACHE`:
+            through it, which finds what went wrong on the way to the file but not what storage does to it.
         owner: Words for the lease.
         lease_stale_s: Silence after which another's lease is taken over, seconds; None: the default.
     """
@@ -72,6 +78,10 @@ class Options:
     buffer_bytes: int = BUFFER_BYTES
     cap_bytes_s: float | None = None
     hints: Mapping[str, str] = field(default_factory=dict)
+    gather: bool = True
+    retry_s: float = RETRY_S
+    finish: bool = False
+    verify: str = VERIFY_STORAGE
     owner: str = ""
     lease_stale_s: float | None = None
 
@@ -80,6 +90,8 @@ class Options:
             raise ConfigError(
                 f"a drain buffer of {self.buffer_bytes} bytes", mend=f"take 4096 to {MAX_WRITE_BYTES} bytes, like 64MiB"
             )
+        if self.verify not in (VERIFY_STORAGE, VERIFY_CACHE):
+            raise ConfigError(f"verify is {self.verify!r}", mend=f"take {VERIFY_STORAGE!r} or {VERIFY_CACHE!r}")
         if self.cap_bytes_s is not None and self.cap_bytes_s <= 0:
             raise ConfigError(f"a bandwidth of {self.cap_bytes_s} bytes/s", mend="take more than 0, or no limit")
 
@@ -92,11 +104,16 @@ class Outcome:
         manifest: The published manifest.
         already: It was there before; nothing was written.
         seconds: Duration.
+        written_bytes: What each mover has written this time; less than its share if an earlier drain had begun.
+        read_from: What the bytes that were read back came from, in words: past the page cache or not; empty if nothing
+            was read.
     """
 
     manifest: DrainedManifest
     already: bool
     seconds: float
+    written_bytes: tuple[int, ...] = ()
+    read_from: str = ""
 
 
 def drain(
@@ -110,6 +127,9 @@ def drain(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[Progress], None] = lambda _: None,
     traces: list[str] | None = None,
+    tell: Tell = lambda _name, _fields: None,
+    heed: Callable[[Orders], None] = lambda _: None,
+    hangs: Hangs = lambda _doing, _seconds, _over: None,
 ) -> Outcome:
     """Drain one checkpoint. Collective over ``comm``, one rank for each node.
 
@@ -123,29 +143,39 @@ def drain(
         stop: Asked between reads and rounds on every rank; True on any rank ends the drain.
         progress: Told how far it is, on every rank.
         traces: Gets the files that are there only while the drain runs, for whoever ends the process meanwhile.
+        tell: Hears of what people should know, on every rank.
+        heed: Hears of orders that were given meanwhile, in this thread, on every rank; while the file is read back on
+            rank 0 alone.
+        hangs: Hears of this rank's calls into storage that take very long, while they last, in a thread of its own.
 
     Raises:
         DataError: A shard is damaged, or the shards do not fit together.
         TryAgainError: Not sealed everywhere, drained by somebody else, or stopped.
         SpaceError: No space, or not writable.
-        ConfigError: The run's directory does not exist.
-        ResilError: Storage failed otherwise. All the same on every rank; nothing was published then.
+        StorageError: Storage failed otherwise.
+        ConfigError: The run's directory does not exist. All the same on every rank; nothing was published then.
     """
     started = time.monotonic()
-    job = _Drain(comm, run_dir, job_dir, skeleton, options or Options(), stop, progress)
-    job.traces = traces if traces is not None else []
-    with agreed(comm, f"looking at {run_dir}"):
-        if not os.path.isdir(run_dir):
-            raise ConfigError(f"the run's directory {run_dir} does not exist", mend="give the right --run-dir")
     with contextlib.ExitStack() as stack:
+        meter = Meter(progress, watch=stack.enter_context(HangWatch(hangs)))
+        job = _Drain(comm, run_dir, job_dir, skeleton, options or Options(), stop, meter, tell, heed)
+        job.traces = traces if traces is not None else []
+        with agreed(comm, f"looking at {run_dir}"), meter.storage(f"looking at {run_dir}"):
+            try:
+                os.stat(os.path.join(run_dir, "."))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                words = f"the run's directory {run_dir} does not exist"
+                raise ConfigError(words, mend="give the right --run-dir") from error
         finder = Finder(comm, run_dir, job_dir, stack)
-        there = finder.search(iteration)
+        there = job.patiently(lambda: finder.search(iteration))
         if there is not None:
             mark(run_dir, job_dir, there.iteration)
             return Outcome(manifest=there, already=True, seconds=time.monotonic() - started)
         manifest, already = job.run(stack, finder, started)
     mark(run_dir, job_dir, manifest.iteration)
-    return Outcome(manifest=manifest, already=already, seconds=time.monotonic() - started)
+    written = tuple(allgather_json(comm, job.written))
+    seconds = time.monotonic() - started
+    return Outcome(manifest=manifest, already=already, seconds=seconds, written_bytes=written, read_from=job.read_from)
 
 
 class _Drain:
@@ -157,14 +187,30 @@ class _Drain:
         skeleton: Skeleton,
         options: Options,
         stop: Callable[[], bool],
-        progress: Callable[[Progress], None],
+        meter: Meter,
+        tell: Tell,
+        heed: Callable[[Orders], None],
     ) -> None:
         self.comm, self.run_dir, self.job_dir = comm, run_dir, job_dir
-        self.skeleton, self.options, self.stop, self.progress = skeleton, options, stop, progress
-        self.offsets: list[int | None] = []
-        self.file_bytes = 0
+        self.skeleton, self.options, self.meter = skeleton, options, meter
+        self.tell, self.heed, self._asked = tell, heed, stop
+        self.inbox: Inbox | None = None  # once it is known what is drained
+        self.cancelled = False
+        self.patience = Patience(options.retry_s)
         self.costs: dict[str, float] = {}
         self.traces: list[str] = []
+        self.written = self.journaled = 0
+        self.read_from = ""
+        self.frames: list[str] = []  # hashes of HDF5's structure
+        self.useful = False  # whether somebody can go on with what there is; rank 0
+
+    def stop(self) -> bool:
+        """Whether this rank was asked to end: by a signal, or by an order, which rank 0 looks for."""
+        if self.inbox is not None and self.comm.rank == 0 and not self.cancelled and self.inbox.look().cancel:
+            self.cancelled = True
+            withdraw(self.run_dir)  # it is not for the next one
+            self.tell("cancelled", {"iteration": self.inbox.orders.iteration})
+        return self.cancelled or self._asked()
 
     def run(self, stack: contextlib.ExitStack, finder: Finder, started: float) -> tuple[DrainedManifest, bool]:
         """Plan, write, verify, publish; True if another mover had done it meanwhile."""
@@ -173,35 +219,86 @@ class _Drain:
             stack.callback(slots.close)
         with self._timed("plan"):
             plan = make(self.comm, slots.heads, slots.items)
-        iteration = plan.head.iteration
+            contents = self._contents(finder.own)
+        self.inbox = Inbox(self.run_dir, self._orders(plan))
+        lease = self.patiently(lambda: self._lease(stack, plan.head.iteration))
+        part = Part(self.run_dir, plan.head.iteration)
+        stack.callback(part.close)
+        try:
+            return self.patiently(lambda: self._try(plan, slots, part, lease, contents, finder, started))
+        except ResilError as error:  # the same on every rank
+            if lease is not None and (isinstance(error, DataError) or not self.useful):
+                with contextlib.suppress(ResilError, OSError):
+                    lease.check()
+                    part.remove()
+            raise
+
+    def _lease(self, stack: contextlib.ExitStack, iteration: int) -> Lease | None:
+        """Take the lease; rank 0."""
         lease = None
-        with agreed(self.comm, f"taking the lease in {self.run_dir}"):
+        doing = f"taking the lease in {self.run_dir}"
+        with agreed(self.comm, doing), self.meter.storage(doing):
             if self.comm.rank == 0:
                 stale = self.options.lease_stale_s
                 more = {} if stale is None else {"stale_s": stale}
                 lease = Lease(self.run_dir, iteration, owner=self.options.owner, stop=self.stop, **more)
                 stack.callback(lease.release)
                 self.traces.append(lease_path(self.run_dir, iteration))
-        there = finder.durable(iteration)
+        return lease
+
+    def _try(
+        self,
+        plan: Plan,
+        slots: Slots,
+        part: Part,
+        lease: Lease | None,
+        contents: str,
+        finder: Finder,
+        started: float,
+    ) -> tuple[DrainedManifest, bool]:
+        there = finder.durable(plan.head.iteration)
         if there is not None:
             return there, True
-        temp = paths.drained_part(self.run_dir, iteration)
-        if self.comm.rank == 0:
-            self.traces.append(temp)
-        try:
-            with self._timed("skeleton"):
-                self._make(plan, temp)
-            with self._timed("write"):
-                self._write(plan, slots, temp)
-            with self._timed("verify"):
-                blocks = self._verify(plan, slots, temp)
-            self.costs["drain"] = time.monotonic() - started
-            return self._publish(plan, lease, temp, iteration, blocks), False
-        except ResilError:
-            if self.comm.rank == 0:
-                with contextlib.suppress(OSError):
-                    os.unlink(temp)
-            raise
+        with self._timed("skeleton"):
+            made = self._make(plan, part, lease, contents)
+        pace = self._pace(plan)
+        with self._timed("write"):
+            self._write(plan, slots, part, made, pace, lease)
+        with self._timed("verify"):
+            blocks = self._verify(plan, slots, part.path, made, pace)
+        self.costs["drain"] = time.monotonic() - started
+        return self._publish(plan, lease, part, made, blocks), False
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Do something collective, again and again while storage refuses and there is patience left.
+
+        Raises:
+            ResilError: What it ended with; or asked to stop.
+        """
+        while True:
+            try:
+                return act()
+            except (SpaceError, StorageError) as error:  # the same on every rank
+                if isinstance(error, RefusedError):
+                    raise
+                seconds = bcast_json(self.comm, self.patience.next(self.journaled))
+                if seconds is None:
+                    raise
+                self._wait(error, seconds)
+
+    def _wait(self, error: ResilError, seconds: float) -> None:
+        self.tell("retry", {"error": error.message, "in_s": seconds, "left_s": round(self.patience.left_s, 1)})
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stop():
+            time.sleep(_SLICE_S)
+            self.meter.waits(f"storage, after: {error.message}", lost_s=_SLICE_S)
+        if agree(self.comm, None, asked=self.stop()):
+            raise stopped("drain")
+
+    def _contents(self, own: Sequence[ShardManifest]) -> str:
+        """Hash of all seals: another one is of other contents."""
+        gathered = allgather_json(self.comm, [[one.rank, publishing.seal(one)] for one in own])
+        return publishing.contents((rank, seal) for seals in gathered for rank, seal in seals)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -209,116 +306,100 @@ class _Drain:
         yield
         self.costs[name] = time.monotonic() - begin
 
-    def _make(self, plan: Plan, temp: str) -> None:
-        """Make the empty file; rank 0."""
-        offsets: list[int | None] = []
-        size = 0
-        with agreed(self.comm, f"making {temp}"):
-            if self.comm.rank == 0:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temp)  # of a mover that was killed
-                need = plan.nbytes + _METADATA_BYTES * (len(plan.targets) + 8)
-                free = os.statvfs(self.run_dir)
-                if free.f_bavail * free.f_frsize < need:
-                    raise SpaceError(
-                        f"{self.run_dir} has {free.f_bavail * free.f_frsize} bytes free, the checkpoint needs {need}",
-                        mend="free some space or choose another prefix",
-                        path=self.run_dir,
-                    )
-                offsets = list(self.skeleton(temp, plan))
-                size = os.stat(temp).st_size
-        self.offsets, self.file_bytes = bcast_json(self.comm, [offsets, size])
+    def _make(self, plan: Plan, part: Part, lease: Lease | None, contents: str) -> Prepared:
+        """Make the empty file, or find one to go on with; rank 0."""
+        packed: list[Any] = []
+        with agreed(self.comm, f"making {part.path}"), self.meter.storage(f"making {part.path}"):
+            if lease is not None:
+                lease.check()
+                stripes.spread(self.run_dir, self.options.hints)
+                made = part.prepare(identity(plan, contents), plan, self.skeleton)
+                self.useful = made.claims.starts.size > 0
+                frames = publishing.frames(plan, part.path, made, self.comm.size)
+                packed = [made.offsets, made.file_bytes, made.claims.pack(), made.instead, frames]
+        offsets, size, rows, instead, self.frames = bcast_json(self.comm, packed)
+        if instead:
+            self.tell("starts_over", {"why": instead})
+        return Prepared(offsets=tuple(offsets), file_bytes=size, claims=Claims.unpack(rows))
 
-    def _write(self, plan: Plan, slots: Slots, temp: str) -> None:
-        comm = self.comm
-        buffer_bytes, throttle = self._pace(plan)
-        own = list(rounds.cut(plan, buffer_bytes))
-        count = comm.max(len(own))
-        buffer = np.empty(max((sum(p.nbytes for p in one) for one in own), default=0), np.uint8)
-        runs = sum(allgather_json(comm, rounds.count_runs(plan)))
+    def _orders(self, plan: Plan) -> Orders:
+        cap, finish = self.options.cap_bytes_s, self.options.finish
+        return Orders(iteration=plan.head.iteration, cap_bytes_s=cap, finish=finish)
+
+    def _pace(self, plan: Plan) -> Pace:
+        assert self.inbox is not None
+        return Pace(
+            self.comm,
+            plan,
+            orders=self._orders(plan),
+            inbox=self.inbox,
+            job_dir=self.job_dir,
+            buffer_bytes=self.options.buffer_bytes,
+            stop=self.stop,
+            heed=self.heed,
+            meter=self.meter,
+        )
+
+    def _write(self, plan: Plan, slots: Slots, part: Part, made: Prepared, pace: Pace, lease: Lease | None) -> None:
+        together = interleaved(self.comm, plan) if self.comm.size > 1 else []
+        gathers = self.options.gather
+        own = [p for p in plan.pieces if not gathers or plan.sources[p.source].target not in together]
+        runs = sum(allgather_json(self.comm, rounds.count_runs(plan, own)))
         chosen = hints.choose(self.run_dir, runs=runs, nbytes=plan.nbytes, site=self.options.hints)
-        with agreed(comm, f"opening {temp}"):
-            file = comm.open(temp, chosen)
+        writer = Writer(
+            self.comm,
+            plan,
+            slots,
+            part=part,
+            made=made,
+            interleaved=together,
+            gathers=gathers,
+            pace=pace,
+            meter=self.meter,
+            lease=lease,
+            stop=self.stop,
+        )
         try:
-            for number in range(count):
-                faults.point("drain.round")
-                pieces = own[number] if number < len(own) else []
-                throttle.take(sum(piece.nbytes for piece in pieces))
-                self._round(file, plan, slots, pieces, buffer, temp)
-                done = sum(min(load, (number + 1) * buffer_bytes) for load in plan.loads)
-                self.progress(Progress(phase="write", done_bytes=done, total_bytes=plan.nbytes))
-            with agreed(comm, f"writing {temp}"):
-                file.sync()
+            writer.run(chosen)
         finally:
-            file.close()
-        comm.barrier()
+            self.written += writer.written
+            self.journaled += writer.journaled
+            self.useful = self.useful or self.journaled > 0
+        if made.claims.starts.size:
+            found = allgather_json(self.comm, [writer.kept, writer.refuted])
+            kept, refuted = (sum(column) for column in zip(*found, strict=True))
+            self.tell("resumed", {"kept_bytes": kept, "refuted_bytes": refuted})
 
-    def _pace(self, plan: Plan) -> tuple[int, Throttle]:
-        """Size of a round and throttle: each mover has the part of the cap that it has of the work."""
-        size, cap = self.options.buffer_bytes, self.options.cap_bytes_s
-        if cap is None:
-            return size, Throttle(None, 0)
-        total = max(plan.nbytes, 1)
-        most = max(plan.loads) / total * cap
-        size = max(4096, min(size, int(most)))  # about a second for each round
-        rate = max(cap * plan.loads[self.comm.rank] / total, 1.0)
-        return size, Throttle(rate, size, stop=self.stop)
-
-    def _round(self, file: File, plan: Plan, slots: Slots, pieces: Sequence[Piece], buffer: Bytes, temp: str) -> None:
-        """One collective write. A rank that cannot read takes part with nothing, then all raise."""
-        problem: ResilError | None = None
-        sources, targets, lengths = [], [], []
-        at = 0
-        try:
-            for piece in pieces:
-                source = plan.sources[piece.source]
-                base = self.offsets[source.target]
-                assert base is not None
-                slots.read(source, piece.part, piece.first, piece.last, buffer[at : at + piece.nbytes])
-                length = source.runs(piece.part, piece.first, piece.last)
-                sources.append(at + np.cumsum(length.length) - length.length)
-                targets.append(base + length.target)
-                lengths.append(length.length)
-                at += piece.nbytes
-        except ResilError as error:
-            problem = error
-        except OSError as error:
-            problem = from_os_error(error, "reading slots")
-        none = np.empty(0, np.int64)
-        work = (sources, targets, lengths) if problem is None and pieces else ([none], [none], [none])
-        source_at, target_at, length_of = (np.concatenate(part) for part in work)
-        try:
-            file.write(buffer, Runs(source=source_at, target=target_at, length=length_of))
-        except OSError as error:
-            problem = problem or from_os_error(error, f"writing {temp}")
-        if agree(self.comm, problem, asked=self.stop()):
-            raise stopped("drain")
-
-    def _verify(self, plan: Plan, slots: Slots, temp: str) -> list[str]:
+    def _verify(self, plan: Plan, slots: Slots, temp: str, made: Prepared, pace: Pace) -> list[str]:
         comm = self.comm
-        done = 0
 
         def count(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes * comm.size
-            total = plan.nbytes + self.file_bytes
-            self.progress(Progress(phase="verify", done_bytes=min(done, total), total_bytes=total))
+            self.meter.further(nbytes * comm.size)
+            pace.hear_alone()
+            pace.pause()
 
-        faults.point("drain.verify")
-        wrong: list[int] = []
-        own: list[str] = []
-        with agreed(comm, f"reading {temp} back"):
-            back = ReadBack(temp, self.offsets, plan, stop=self.stop, done=count)
+        self.meter.begin("verify", made.file_bytes)
+        found = Found(wrong=[], blocks=[], frame="")
+        cuts = publishing.cuts(plan, made, comm.size)
+        share = (comm.rank + 1) % comm.size  # with many movers that is what another one wrote
+        past = self.options.verify == VERIFY_STORAGE
+        with agreed(comm, f"reading {temp} back"), self.meter.storage(f"reading {temp} back"):
+            faults.point("drain.verify")
+            back = ReadBack(temp, made.offsets, plan, stop=self.stop, done=count, past=past)
             try:
-                wrong = back.wrong(slots)
-                own = back.blocks(comm.rank, comm.size, self.file_bytes, BLOCK_BYTES)
+                found = back.check(slots, cuts[share], cuts[share + 1], BLOCK_BYTES)
+                self.read_from = back.words
             finally:
                 back.close()
-        gathered = allgather_json(comm, {"wrong": wrong, "blocks": own})
+        gathered = allgather_json(comm, {**vars(found), "from": self.read_from})
         targets = {target for part in gathered for target in part["wrong"]}
         if targets:
             self._blame(plan, slots, targets, temp)
-        return [one for part in gathered for one in part["blocks"]]
+        order = gathered[-1:] + gathered[:-1]
+        if [part["frame"] for part in order] != self.frames:
+            raise _changed(temp, "HDF5's structure")
+        self.read_from = PAST if all(part["from"] == PAST for part in gathered) else NOT_PAST
+        return [one for part in order for one in part["blocks"]]
 
     def _blame(self, plan: Plan, slots: Slots, targets: Set[int], temp: str) -> None:
         """Find who is wrong: each mover compares its own sources of the targets in question with their seals."""
@@ -333,60 +414,30 @@ class _Drain:
         names = ", ".join(sorted({plan.targets[target].name for target in targets})[:4])
         if found:
             raise DataError("; ".join(found[:8]), mend="drain an earlier iteration; this shard is lost")
-        raise DataError(
-            f"{temp} reads back other bytes than were written ({names}), the shards are right",
-            mend="look at the file system, then drain again",
-        )
+        raise _changed(temp, names)
 
     def _publish(
-        self, plan: Plan, lease: Lease | None, temp: str, iteration: int, blocks: Sequence[str]
+        self, plan: Plan, lease: Lease | None, part: Part, made: Prepared, blocks: Sequence[str]
     ) -> DrainedManifest:
-        final = paths.drained(self.run_dir, iteration)
-        head = plan.head
-        manifest = DrainedManifest(
-            run_id=head.run_id,
-            job_id=head.job_id,
-            attempt=head.attempt,
-            iteration=iteration,
-            world_size=head.world_size,
-            file=os.path.basename(final),
-            file_bytes=self.file_bytes,
-            block_bytes=BLOCK_BYTES,
-            blocks=tuple(blocks),
-            items=tuple(_item(target, offset) for target, offset in zip(plan.targets, self.offsets, strict=True)),
-            written_bytes=plan.loads,
-            created_s=now_s(),
-            costs_s={name: round(value, 4) for name, value in self.costs.items()},
-            metrics=dict(head.metrics),
-        )
-        with agreed(self.comm, f"publishing {final}"):
+        manifest = publishing.describe(plan, made, blocks, self.costs)
+        final = paths.drained(self.run_dir, manifest.iteration)
+        with agreed(self.comm, f"publishing {final}"), self.meter.storage(f"publishing {final}"):
             if self.comm.rank == 0:
                 assert lease is not None
                 lease.check()
                 if self.stop():
                     raise stopped("drain")
-                fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                where = paths.drained_manifest(self.run_dir, iteration)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(where)  # of a file that is not whole, see durable()
-                faults.point("drain.rename")
-                os.replace(temp, final)
-                fsio.fsync_dir(self.run_dir)
-                faults.point("drain.publish")
-                manifest.publish(where, sync=True)
+                publishing.publish(self.run_dir, part, manifest)
         return DrainedManifest.from_bytes(self.comm.bcast(manifest.to_bytes()), where="the new manifest")
 
 
-def _item(target: Target, offset: int | None) -> DrainedItem:
-    return DrainedItem(
-        name=target.name,
-        dtype=target.dtype,
-        shape=target.shape,
-        offset=offset,
-        nbytes=target.nbytes,
-        rank=target.rank,
+def interleaved(comm: Communicator, plan: Plan) -> list[int]:
+    """Targets of which any mover has narrow runs, ascending. Collective."""
+    return sorted({target for part in allgather_json(comm, narrow(plan)) for target in part})
+
+
+def _changed(temp: str, what: str) -> DataError:
+    return DataError(
+        f"{temp} reads back other bytes than were written ({what}), the shards are right",
+        mend="look at the file system, then drain again",
     )

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from slurm_resil.comm.base import Communicator, agreed, allgather_json
 from slurm_resil.core import fsio, paths, pins
 from slurm_resil.core.errors import DataError, ResilError, TryAgainError
-from slurm_resil.drain import shards
-from slurm_resil.drain.shards import Found
+from slurm_resil.format import sealed
 from slurm_resil.format.manifest import DrainedManifest, ShardManifest
+from slurm_resil.format.sealed import Found
 
 
 def durable(run_dir: str, iteration: int) -> DrainedManifest | None:
@@ -35,7 +35,7 @@ def mark(run_dir: str, job_dir: str, iteration: int) -> None:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             body = {"iteration": iteration, "run_dir": run_dir, "file": paths.drained(run_dir, iteration)}
             fsio.write_json(path, body, mode=0o600, sync=False)
-            here = shards.listed(job_dir)
+            here = sealed.listed(job_dir)
             for name in os.listdir(os.path.dirname(path)):
                 other = paths.parse_durable(name)
                 if other is not None and other < iteration and other not in here:
@@ -75,7 +75,7 @@ class Finder:
                 self._find(iteration)
             return there
         with agreed(self._comm, f"listing {self._job_dir}"):
-            here = sorted(shards.listed(self._job_dir))
+            here = sorted(sealed.listed(self._job_dir))
         first: ResilError | None = None
         for one in sorted({i for part in allgather_json(self._comm, here) for i in part}, reverse=True):
             there = self.durable(one)
@@ -100,11 +100,11 @@ class Finder:
         with agreed(self._comm, f"reading the manifests in {self._job_dir}"):
             if os.path.isdir(self._job_dir):
                 self._stack.enter_context(pins.hold(self._job_dir, iteration))
-                good, bad = shards.load(self._job_dir, iteration)
+                good, bad = sealed.load(self._job_dir, iteration)
         mine = [asdict(Found.of(one, self._comm.rank)) for one in good]
         gathered = allgather_json(self._comm, {"found": mine, "bad": bad})
         found = [Found(**entry) for part in gathered for entry in part["found"]]
-        chosen = shards.choose(found, [text for part in gathered for text in part["bad"]], iteration)
+        chosen = sealed.choose(found, [text for part in gathered for text in part["bad"]], iteration)
         run_id = next(one.run_id for one in chosen.values())
         if os.path.basename(os.path.abspath(self._run_dir)) != run_id:
             raise DataError(

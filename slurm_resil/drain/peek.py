@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from slurm_resil.comm.base import Bytes
-from slurm_resil.core import paths, pins
+from slurm_resil.core import fsio, paths, pins
 from slurm_resil.core.errors import DataError, UsageError
 from slurm_resil.drain import check
-from slurm_resil.drain.shards import pread_into
 from slurm_resil.format import blocks, layout
 from slurm_resil.format.decode import Array, decode
 from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Item, ShardManifest, digest
@@ -70,20 +69,21 @@ def select(text: str, shape: Sequence[int]) -> Selection:
     return Selection(index=tuple(index), shape=tuple(left))
 
 
-def parts(item: Item | DrainedItem, index: Index, read: Read) -> Iterator[Array]:
+def parts(item: Item | DrainedItem, index: Index, read: Read, *, raw: bool = False) -> Iterator[Array]:
     """Give the elements of a part of an item in row-major order, decoded, in pieces of bounded size.
 
     Args:
         item: It.
         index: Which elements.
         read: Reads verified bytes of it.
+        raw: Give their bytes as they are.
 
     Raises:
         DataError: It is damaged.
     """
     if all(index) and item.nbytes:
-        for raw in _walk(0, item.shape, index, layout.itemsize(item.dtype), read):
-            yield decode(item.dtype, raw)
+        for data in _walk(0, item.shape, index, layout.itemsize(item.dtype), read):
+            yield data if raw else decode(item.dtype, data)
 
 
 def _walk(at: int, shape: tuple[int, ...], index: Index, size: int, read: Read) -> Iterator[Bytes]:
@@ -150,7 +150,7 @@ class _Verified:
         if self._known is None or self._known[0] != number:
             begin = number * self._size
             data = np.empty(min(self._size, self._nbytes - begin), np.uint8)
-            pread_into(self._fd, data.data, self._first + begin, self._where)
+            fsio.pread_into(self._fd, data.data, self._first + begin, self._where)
             if digest(data) != self._hash_of(number):
                 raise DataError(f"{self._where}: {self._words(number)}", path=self._where, fault="flipped")
             self._known = number, data
@@ -227,7 +227,7 @@ def local(job_dir: str, manifest: ShardManifest, item: Item) -> Iterator[Read]:
 def _plain(fd: int, path: str, base: int) -> Read:
     def read(start: int, stop: int) -> Bytes:
         out = np.empty(stop - start, np.uint8)
-        pread_into(fd, out.data, base + start, path)
+        fsio.pread_into(fd, out.data, base + start, path)
         return out
 
     return read

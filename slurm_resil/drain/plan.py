@@ -118,6 +118,20 @@ class Source:
         """Size of a part."""
         return self.parts[part][0].volume * self.itemsize
 
+    def before(self, part: int, offset: int) -> int:
+        """Bytes of a part's stream that lie before a byte of the target."""
+        return boxes.before(self.target_shape, self.parts[part][1], self.itemsize, min(max(offset, 0), self._limit))
+
+    @property
+    def _limit(self) -> int:
+        return math.prod(self.target_shape) * self.itemsize
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte of all parts in the target, and the byte after the last one."""
+        ends = [boxes.span(self.target_shape, box, self.itemsize) for _, box in self.parts]
+        return min(begin for begin, _ in ends), max(end for _, end in ends)
+
     @property
     def whole(self) -> bool:
         """Whether the parts cover the item, so that its bytes can be told from the target's."""
@@ -155,7 +169,7 @@ class Plan:
         targets: All datasets, in the order of the file.
         sources: Sources that this mover writes or checks.
         pieces: What it writes, in the order of the file.
-        checks: Sources that it reads back and compares with the seal's hash.
+        checks: Sources that it reads back and compares with the seal's hash, in the order of the file.
         loads: Bytes that each mover writes.
     """
 
@@ -188,7 +202,7 @@ class Part:
         self.targets: list[Target] = []
         self.sources: list[Source] = []
         self._units: list[list[tuple[int, int]]] = []  # replicas of a part, as (source, part)
-        self._to_check: list[int] = []
+        self._to_check: list[tuple[int, int]] = []  # (byte of the target at which it is reached, source)
         self._own_check: list[int] = []  # elements outside of all extents: only its own mover can check it
         by_name: dict[str, list[tuple[int, Item]]] = {}
         for rank, item in sorted(items, key=lambda entry: entry[0]):
@@ -211,11 +225,6 @@ class Part:
         """What the other planners need to know to balance the writing."""
         return survey(self._holdings, movers)
 
-    @property
-    def check_bytes(self) -> int:
-        """Bytes to read back."""
-        return sum(self.sources[index].item.nbytes for index in self._to_check)
-
     def pieces(self, surveys: Sequence[Survey], planner: int) -> list[list[Piece]]:
         """Divide the writing; pieces by mover."""
         pieces: list[list[Piece]] = [[] for _ in surveys[0].alone]
@@ -224,19 +233,21 @@ class Part:
             pieces[mover].append(Piece(source=source, part=part, first=first, last=last))
         return pieces
 
-    def checks(self, before: int, total: int, movers: int) -> list[list[int]]:
-        """Divide the reading back; a mover mostly reads what another one wrote.
+    def checks(self, begins: Sequence[int], total: int, movers: int) -> list[list[int]]:
+        """Divide the reading back: each mover checks what lies in one part of the file.
+
+        Sources of one target that are interleaved in the file go to one mover together: so their bytes are read once.
+        Mover 0 has the second part, and so on: with many movers, a mover reads what another one wrote.
 
         Args:
-            before: Bytes that planners before this one have to check.
-            total: The same of all planners.
+            begins: Bytes of all targets before each of this part's, in the order of the file.
+            total: Bytes of all targets.
             movers: Number of movers.
         """
         checks: list[list[int]] = [[] for _ in range(movers)]
-        for index in self._to_check:
-            nbytes = self.sources[index].item.nbytes
-            checks[((before + nbytes // 2) * movers // max(total, 1) + 1) % movers].append(index)
-            before += nbytes
+        for at, index in self._to_check:
+            place = begins[self.sources[index].target] + at
+            checks[(place * movers // max(total, 1) - 1) % movers].append(index)
         for index in self._own_check:
             checks[self._mover(index)].append(index)
         return checks
@@ -277,7 +288,7 @@ class Part:
         if having[0][1].nbytes:
             added = [(self._source(rank, item, target), 0) for rank, item in having]
             self._units.append(added)
-            self._to_check.append(added[0][0])
+            self._to_check.append((0, added[0][0]))
 
     def _alone(self, rank: int, item: Item) -> None:
         """One target of one rank."""
@@ -285,7 +296,7 @@ class Part:
         if item.nbytes:
             source = self._source(rank, item, target)
             self._units.append([(source, 0)])
-            self._to_check.append(source)
+            self._to_check.append((0, source))
 
     def _sharded(self, name: str, having: Sequence[tuple[int, Item]]) -> None:
         """One target whose parts lie on several ranks."""
@@ -296,6 +307,7 @@ class Part:
         self.targets.append(Target(name=name, dtype=first.dtype, shape=first.global_shape, nbytes=nbytes))
         replicas: dict[Box, list[tuple[int, int]]] = {}
         distinct: dict[tuple[object, ...], int] = {}
+        to_check: list[int] = []
         for rank, item in having:
             self._check_item(name, rank, item, itemsize)
             if not any(math.prod(extent.shape) for extent in item.extents):
@@ -304,7 +316,7 @@ class Part:
             source = self.sources[index]
             like = distinct.setdefault((item.shape, source.parts), index)
             if like == index:
-                (self._to_check if source.whole else self._own_check).append(index)
+                (to_check if source.whole else self._own_check).append(index)
             elif self.sources[like].item.xxh3 != item.xxh3:
                 a, b = self._heads[self.sources[like].rank].where, self._heads[rank].where
                 if self.sources[like].item.block_bytes != item.block_bytes:
@@ -319,6 +331,9 @@ class Part:
                 )
             for part, (_, box) in enumerate(source.parts):
                 replicas.setdefault(box, []).append((index, part))
+        spans = [self.sources[index].span for index in to_check]
+        apart = all(end - begin == self.sources[i].item.nbytes for i, (begin, end) in zip(to_check, spans, strict=True))
+        self._to_check += [(span[0] if apart else 0, index) for span, index in zip(spans, to_check, strict=True)]
         if nbytes:
             self._tiles(name, first.global_shape, replicas)
         for alike in replicas.values():

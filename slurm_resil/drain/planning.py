@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any
 
 import xxhash
@@ -45,21 +46,63 @@ def plan(comm: Communicator, heads: Sequence[Head], items: Items) -> Plan:
         part = Part(everybody, handed)
     surveys = [_survey(raw) for raw in allgather_json(comm, _pack_survey(part.survey(movers)))]
     pieces = part.pieces(surveys, comm.rank)
-    sizes = [int(size) for size in allgather_json(comm, part.check_bytes)]
-    checks = part.checks(sum(sizes[: comm.rank]), sum(sizes), movers)
     rows = [[asdict(target) for target in part.targets], [sum(p.nbytes for p in own) for own in pieces]]
     shown = allgather_json(comm, rows)
     targets, places = _order([[_target(raw) for raw in entry[0]] for entry in shown])
     loads = tuple(sum(entry[1][mover] for entry in shown) for mover in range(movers))
+    begins = list(accumulate((target.nbytes for target in targets), initial=0))
+    checks = part.checks([begins[place] for place in places[comm.rank]], begins[-1], movers)
     sent = [_pack(part, pieces[mover], checks[mover]) for mover in range(movers)]
+    _distinct(targets)  # the same on every rank
+    return _plan(gathered, targets, loads, [json.loads(data) for data in comm.exchange(sent)], places)
+
+
+class Alone:
+    """The plans of all movers, made by one process that knows all items: the same for whoever makes them.
+
+    Args:
+        heads: All shards, with their movers.
+        items: Their items.
+        movers: Number of movers.
+
+    Raises:
+        DataError: The shards do not make one checkpoint.
+    """
+
+    def __init__(self, heads: Sequence[Head], items: Items, movers: int) -> None:
+        self._heads = sorted(heads, key=lambda head: head.rank)
+        fit(self._heads)
+        everybody = {head.rank: head for head in self._heads}
+        part = Part(everybody, [(rank, item) for rank in sorted(items) for item in items[rank]])
+        self._targets, self._places = _order([part.targets])
+        _distinct(self._targets)
+        pieces = part.pieces([part.survey(movers)], 0)
+        self._loads = tuple(sum(piece.nbytes for piece in own) for own in pieces)
+        begins = list(accumulate((target.nbytes for target in self._targets), initial=0))
+        checks = part.checks([begins[place] for place in self._places[0]], begins[-1], movers)
+        self._part, self._pieces, self._checks = part, pieces, checks
+
+    def of(self, mover: int) -> Plan:
+        """Plan of a mover."""
+        packed = json.loads(_pack(self._part, self._pieces[mover], self._checks[mover]))
+        return _plan(self._heads, self._targets, self._loads, [packed], self._places)
+
+
+def _plan(
+    heads: Sequence[Head],
+    targets: Sequence[Target],
+    loads: tuple[int, ...],
+    packed: Sequence[Any],
+    places: Sequence[Sequence[int]],
+) -> Plan:
+    """Put together what all planners have for one mover."""
     sources: list[Source] = []
     mine: list[Piece] = []
     own_checks: list[int] = []
-    for planner, data in enumerate(comm.exchange(sent)):
-        _unpack(json.loads(data), places[planner], sources, mine, own_checks)
-    _distinct(targets)  # the same on every rank
+    for planner, raw in enumerate(packed):
+        _unpack(raw, places[planner], sources, mine, own_checks)
     return Plan(
-        head=replace(gathered[0], metrics=_metrics(gathered)),
+        head=replace(heads[0], metrics=_metrics(heads)),
         targets=tuple(targets),
         sources=tuple(sources),
         pieces=tuple(sorted(mine, key=lambda p: (sources[p.source].target, p.source, p.part, p.first))),
@@ -87,12 +130,13 @@ def _hand_out(comm: Communicator, items: Items) -> list[tuple[int, Item]]:
     rows: list[list[Any]] = [[] for _ in range(comm.size)]
     for rank, own in items.items():
         for item in own:
-            rows[planner_of(rank, item, comm.size)].append([rank, _row(item)])
+            rows[planner_of(rank, item, comm.size)].append([rank, row(item)])
     received = comm.exchange([json.dumps(part).encode() for part in rows])
-    return [(rank, _item(row)) for data in received for rank, row in json.loads(data)]
+    return [(rank, item_of(raw)) for data in received for rank, raw in json.loads(data)]
 
 
-def _row(item: Item) -> list[Any]:
+def row(item: Item) -> list[Any]:
+    """What planning needs of an item, as plain values; :func:`item_of` is the way back."""
     extents = [[e.local, e.start, e.shape] for e in item.extents]
     return [
         item.name,
@@ -108,8 +152,9 @@ def _row(item: Item) -> list[Any]:
     ]
 
 
-def _item(row: Sequence[Any]) -> Item:
-    name, dtype, shape, offset, nbytes, sharing, global_shape, extents, xxh3, block_bytes = row
+def item_of(values: Sequence[Any]) -> Item:
+    """Item of a :func:`row`."""
+    name, dtype, shape, offset, nbytes, sharing, global_shape, extents, xxh3, block_bytes = values
     return Item(
         name=name,
         dtype=dtype,
@@ -160,7 +205,7 @@ def _distinct(targets: Sequence[Target]) -> None:
 def _pack(part: Part, pieces: Sequence[Piece], checks: Sequence[int]) -> bytes:
     used = sorted({piece.source for piece in pieces} | set(checks))
     number = {index: place for place, index in enumerate(used)}
-    sources = [[part.sources[index].rank, part.sources[index].target, _row(part.sources[index].item)] for index in used]
+    sources = [[part.sources[index].rank, part.sources[index].target, row(part.sources[index].item)] for index in used]
     rows = [[number[p.source], p.part, p.first, p.last] for p in pieces]
     return json.dumps([sources, rows, [number[index] for index in checks]]).encode()
 
@@ -169,6 +214,6 @@ def _unpack(
     raw: Sequence[Any], places: Sequence[int], sources: list[Source], pieces: list[Piece], checks: list[int]
 ) -> None:
     first = len(sources)
-    sources += [Source(rank=rank, target=places[target], item=_item(row)) for rank, target, row in raw[0]]
+    sources += [Source(rank=rank, target=places[target], item=item_of(values)) for rank, target, values in raw[0]]
     pieces += [Piece(source=first + source, part=part, first=a, last=b) for source, part, a, b in raw[1]]
     checks += [first + index for index in raw[2]]
