@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurm_resil.core import faults, fsio, paths
@@ -90,6 +90,23 @@ class LocalCatalog:
         names = _names(os.path.join(self.job_dir, "durable"))
         return {iteration for name in names if (iteration := paths.parse_durable(name)) is not None}
 
+    def encoded(self, node_rank: int) -> set[int]:
+        """Iterations of which a node at this place has its part of the redundancy. By the names alone."""
+        found = (paths.parse_member(name) for name in _names(paths.redundancy(self.job_dir)))
+        return {one[0] for one in found if one is not None and one[1:] == (node_rank, "json")}
+
+    def forget(self, iteration: int) -> None:
+        """Remove what this node has of the redundancy of an iteration: the manifests first.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        directory = paths.redundancy(self.job_dir)
+        found = [(name, parsed) for name in _names(directory) if (parsed := paths.parse_member(name)) is not None]
+        for name, _ in sorted((one for one in found if one[1][0] == iteration), key=lambda one: one[1][2] != "json"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """Move a bad shard's manifest out of the candidates; its slot stays as evidence until it is reused.
 
@@ -111,11 +128,96 @@ class LocalCatalog:
     @staticmethod
     def _forget(lost: str) -> None:
         """Bound the evidence: it is memory, where the burst buffer is one."""
-        by_age = sorted((int(name.rpartition(".")[2]), name) for name in _names(lost) if name[-19:].isdigit())
+        by_age = sorted((int(name.rpartition(".")[2]), name) for name in _names(lost) if name[-19:].isdecimal())
         for _, name in by_age[:-LOST_KEPT]:
             for path in (os.path.join(lost, name), os.path.join(lost, name + REASON)):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPart:
+    """One node's part of an encode, as its manifest says.
+
+    Attributes:
+        token: Which encode.
+        places: Nodes of the run.
+        node_rank: Place of this node.
+        members: Places of its set.
+        losses: Nodes that the set may lose.
+        scheme: As it was asked for.
+        nbytes: Size of the parities that it holds.
+    """
+
+    token: str
+    places: int
+    node_rank: int
+    members: tuple[int, ...]
+    losses: int
+    scheme: str
+    nbytes: int
+
+
+def state(
+    *,
+    durable: bool,
+    draining: bool,
+    ranks: Collection[int],
+    world_size: int,
+    parts: Sequence[EncodedPart],
+    everywhere: bool,
+    newest: bool,
+) -> CheckpointState:
+    """State of a checkpoint, from what all tiers hold of it.
+
+    Args:
+        durable: There is a whole drained file.
+        draining: There is a file of a drain that is at work, or has not come to its end.
+        ranks: Ranks whose shards are on nodes that were looked at.
+        world_size: Number of ranks; 0 if nothing says it.
+        parts: What those nodes hold of its redundancy.
+        everywhere: Whether all nodes were looked at. If not, shards that were not seen are not lost.
+        newest: Whether ranks may be sealing it: there is no later one that all have sealed.
+    """
+    if durable:
+        return CheckpointState.DURABLE
+    if draining:
+        return CheckpointState.DRAINING
+    complete = bool(ranks) and set(range(world_size)) <= set(ranks)
+    if complete and any(_encoded_by_all(encode) for encode in _encodes(parts)):
+        return CheckpointState.PROTECTED
+    if complete or (ranks and not everywhere):
+        return CheckpointState.LOCAL
+    if everywhere and rebuildable(ranks=ranks, world_size=world_size, parts=parts):
+        return CheckpointState.PROTECTED  # this is what it was protected for
+    return CheckpointState.WRITING if ranks and newest else CheckpointState.LOST
+
+
+def rebuildable(*, ranks: Collection[int], world_size: int, parts: Sequence[EncodedPart]) -> bool:
+    """Whether shards that are not among ``ranks`` can be had back from what is left of an encode.
+
+    By what manifests say, and with as many ranks on each node: whether bytes are right, the rebuild finds out.
+    """
+    for encode in _encodes(parts):
+        places, known = encode[0].places, {part.node_rank for part in encode}
+        per_node = world_size // places
+        sets = {part.members: part.losses for part in encode}
+        whole = {p for p in known if set(range(p * per_node, (p + 1) * per_node)) <= set(ranks)}
+        all_known = {place for members in sets for place in members} == set(range(places))
+        if all_known and all(len(set(members) - whole) <= losses for members, losses in sets.items()):
+            return True
+    return False
+
+
+def _encodes(parts: Sequence[EncodedPart]) -> list[list[EncodedPart]]:
+    found: dict[str, list[EncodedPart]] = {}
+    for part in parts:
+        found.setdefault(part.token, []).append(part)
+    return list(found.values())
+
+
+def _encoded_by_all(encode: Sequence[EncodedPart]) -> bool:
+    return {part.node_rank for part in encode} == set(range(encode[0].places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +320,7 @@ class RunCatalog:
         for name in _names(self.run_dir):
             if name.endswith(".h5.part"):
                 digits = name.removeprefix(".ckpt-").removesuffix(".h5.part")
-                if digits.isdigit() and int(digits) not in whole:
+                if digits.isdecimal() and int(digits) not in whole:
                     why = f"{name}: a drain did not come to its end, or is at work"
                     found.append(Explained(iteration=int(digits), state=CheckpointState.DRAINING, why=why))
             parsed = paths.parse_of_drained(name)
@@ -368,7 +470,7 @@ class RunCatalog:
 
 def _unfinished(kind: str) -> bool:
     """Whether a hidden file about a checkpoint is of a drain that has not come to its end, or of its publication."""
-    return kind == ".h5.part" or (kind.startswith(".json.") and kind.endswith(".tmp"))
+    return kind in (".h5.part", ".h5.journal") or (kind.startswith(".json.") and kind.endswith(".tmp"))
 
 
 def _unlink(path: str) -> int:

@@ -40,6 +40,12 @@ class _Nothing:
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         return None
 
+    def encoded(self) -> set[int]:
+        return set()
+
+    def forget(self, iteration: int) -> None:
+        """There is nothing to remove."""
+
     def write(self, index: int, iteration: int) -> str:
         raise AssertionError("nothing asks for a save")
 

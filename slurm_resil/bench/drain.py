@@ -1,12 +1,15 @@
-"""Throughput of the drain against a plain copy of the same bytes to the same place, in the same run.
+"""How long a drain takes against plain ways to bring the same bytes to the same place, in the same run.
 
-Shards are made in the burst buffer as a run would have them, and drained by real movers over MPI. The reference is one
-``cp`` for each node at the same time, all of them synced to storage: it neither hashes nor verifies.
+Shards are made in the burst buffer as a run would have them, and drained by real movers over MPI, one for each node.
+What it is compared with (:mod:`slurm_resil.bench.peers`) has as many processes, and syncs to storage too; it neither
+hashes nor verifies. A drain's time is that of the drain: starting MPI is apart (``wall``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -14,20 +17,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from slurm_resil.bench import peers, training
+from slurm_resil.bench.launch import PeakMemory, mpiexec
 from slurm_resil.bench.result import BenchResult
 from slurm_resil.core import paths
-from slurm_resil.core.errors import ConfigError, ResilError
+from slurm_resil.core.errors import ResilError
+from slurm_resil.drain.collective import BUFFER_BYTES, VERIFY_CACHE, VERIFY_STORAGE
+from slurm_resil.drain.pace import most_of_round
 from slurm_resil.format.manifest import Extent, Item, ShardManifest, digest
 
 RUN, JOB, ITERATION = "bench", 1, 1
-SIZE_BYTES = 256 << 20
+SIZE_BYTES = 2 << 30
+SETTLE_S = 3.0  # before each measured thing: the host of a guest takes free memory back meanwhile, so all begin alike
+KILL_AT = 0.9
 _ITEMS = 16
-_COLUMNS = 1024
+_COLUMNS = 256  # of float32: with two nodes, a column shard is in runs of 512 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,71 +116,69 @@ class Bench:
             extents=(Extent(local=(0, 0), start=start, shape=shape),) if sharded else (),
         )
 
-    def drain(self) -> dict[str, float]:
-        """Drain once over MPI; times in seconds, with ``wall`` around starting and ending the processes too."""
-        for name in os.listdir(self.run_dir):
-            os.unlink(os.path.join(self.run_dir, name))
+    def drain(
+        self, *arguments: str, env: Mapping[str, str] | None = None, memory: PeakMemory | None = None
+    ) -> dict[str, float]:
+        """Drain once over MPI.
+
+        Args:
+            arguments: More of them for each mover.
+            env: Variables of the movers' environment that are set too.
+            memory: Looks at the movers.
+
+        Returns:
+            Times in seconds, with ``wall`` around starting and ending the processes too; ``share``: what the mover that
+            wrote the most has written, over an equal share; ``written``: bytes that were written.
+
+        Raises:
+            ResilError: It did not come to its end.
+        """
+        begin = time.monotonic()
+        done = self.start(*arguments, env=env, memory=memory)
+        wall = time.monotonic() - begin
+        if done.returncode:
+            raise ResilError(f"a mover ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}")
+        line = json.loads(done.stdout.splitlines()[-1])
+        written = sum(line["written_bytes"])
+        share = max(line["written_bytes"]) * self.nodes / max(written, 1)
+        return {**line["costs_s"], "seconds": line["seconds"], "wall": wall, "share": share, "written": written}
+
+    def start(
+        self, *arguments: str, env: Mapping[str, str] | None = None, memory: PeakMemory | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the movers, whatever comes of it; see :meth:`drain`."""
         argv = [mpiexec()]
         for node in range(self.nodes):
             argv += [":"] if node else []
             argv += ["-n", "1", sys.executable, "-m", "slurm_resil", "mover", "drain", "--json", "--no-nice"]
             argv += ["--run-dir", self.run_dir, "--job-dir", self.job_dir(node), "--iteration", str(ITERATION)]
-        begin = time.monotonic()
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        wall = time.monotonic() - begin
-        if done.returncode:
-            raise ResilError(f"a mover ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-        line = json.loads(done.stdout.splitlines()[-1])
-        share = max(line["written_bytes"]) * self.nodes / sum(line["written_bytes"])
-        return {**line["costs_s"], "seconds": line["seconds"], "wall": wall, "share": share}
+            argv += arguments
+        with memory.of(self.run_dir) if memory else contextlib.nullcontext():
+            return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
 
-    def copy(self) -> float:
-        """Copy the same bytes plainly, one process for each node, synced; seconds."""
-        cp = shutil.which("cp")
-        if cp is None:
-            raise ConfigError("there is no cp")
-        outs = [os.path.join(self.target, f"copy-{node}") for node in range(self.nodes)]
-        part = self.size_bytes // self.nodes if self.kind == "replicated" else None
-        begin = time.monotonic()
-        copies = [
-            subprocess.Popen(self._copy_argv(cp, paths.slot(self.job_dir(node), node, 0), out, part))
-            for node, out in enumerate(outs)
-        ]
-        codes = [process.wait() for process in copies]
-        for out in outs:
-            fd = os.open(out, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        seconds = time.monotonic() - begin
-        for out in outs:
-            os.unlink(out)
-        if any(codes):
-            raise ResilError(f"cp ended with {max(codes)}")
-        return seconds
+    def clear(self) -> None:
+        """Remove what drains have made."""
+        for name in os.listdir(self.run_dir):
+            os.unlink(os.path.join(self.run_dir, name))
 
-    def _copy_argv(self, cp: str, source: str, out: str, part: int | None) -> list[str]:
-        if part is None:
-            return [cp, "--reflink=never", source, out]
-        dd = shutil.which("dd")
-        if dd is None:
-            raise ConfigError("there is no dd")
-        blocks = max(1, part >> 20)
-        return [dd, f"if={source}", f"of={out}", "bs=1M", f"count={blocks}", "status=none"]
+    def sources(self) -> list[str]:
+        """Slots, by node."""
+        return [paths.slot(self.job_dir(node), node, 0) for node in range(self.nodes)]
 
+    def runs(self) -> list[peers.Runs]:
+        """Where the bytes of each node's slot go if nothing is put together: distance and size of its narrow runs."""
+        width = _COLUMNS // self.nodes * 4
+        return [peers.Runs(first=node * width, step=width * self.nodes, nbytes=width) for node in range(self.nodes)]
 
-def mpiexec() -> str:
-    """Launcher of the MPI beside this interpreter, else from the path.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    found = beside if os.path.exists(beside) else shutil.which("mpiexec")
-    if found is None:
-        raise ConfigError("mpiexec is not found", mend="install the extra `mpi`")
-    return found
+    def resumed(self) -> float:
+        """Kill all movers when most is written, drain again; the part of all bytes that the second drain writes."""
+        self.clear()
+        load = self.size_bytes // self.nodes
+        rounds = math.ceil(load / most_of_round(BUFFER_BYTES, load))
+        killed = self.start(env={"SLURM_RESIL_FAULT": f"drain.round:kill@{math.ceil(KILL_AT * rounds) + 1}"})
+        if killed.returncode == 0:
+            raise ResilError("the movers were to be killed and came to their end")
+        return self.drain()["written"] / self.size_bytes
 
 
 def measure(
@@ -181,48 +188,89 @@ def measure(
     repeats: int = 3,
     target: str | None = None,
     burst_buffer: str | None = None,
-    kinds: Sequence[str] = ("rows", "replicated", "columns"),
+    settle_s: float = SETTLE_S,
+    training_s: float = training.WINDOW_S,
 ) -> BenchResult:
     """Measure.
 
     Args:
         size_bytes: Bytes of the checkpoint.
         nodes: Movers, all on this host.
-        repeats: Drains and copies of each kind, in turn.
+        repeats: Of everything, in turn.
         target: Directory on the file system that is drained to; default: the system's for temporary files.
         burst_buffer: Directory for the shards; default: ``/dev/shm``.
-        kinds: What to drain, see :class:`Bench`.
+        settle_s: Pause before each, seconds.
+        training_s: Least duration of a window in which the training is looked at, seconds; 0: it is left out.
 
     Raises:
-        ConfigError: mpiexec is missing.
+        ConfigError: mpiexec, dd or cp is missing.
         ResilError: A mover failed.
     """
-    ratios: dict[str, float] = {}
-    figures: dict[str, float] = {}
+    memory = PeakMemory()
     shm = burst_buffer or ("/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108 - a fresh directory in it
     with tempfile.TemporaryDirectory(dir=shm) as source, tempfile.TemporaryDirectory(dir=target) as out:
-        for kind in kinds:
-            bench = Bench(
-                burst_buffer=os.path.join(source, kind), target=out, nodes=nodes, size_bytes=size_bytes, kind=kind
+        benches = {
+            kind: Bench(
+                burst_buffer=os.path.join(source, kind),
+                target=os.path.join(out, kind),
+                nodes=nodes,
+                size_bytes=size_bytes,
+                kind=kind,
             )
-            bench.make()
-            bench.copy()  # the first one finds everything cold
-            drains, copies = [], []
-            for _ in range(repeats):
-                copies.append(bench.copy())
-                drains.append(bench.drain())
-            shutil.rmtree(bench.burst_buffer)
-            middle = _median(drains)
-            copied = statistics.median(copies)
-            ratios[f"{kind}_drain_to_copy_throughput"] = copied / middle("seconds")
-            ratios[f"{kind}_write_to_copy_throughput"] = copied / middle("write")
-            ratios[f"{kind}_most_written_to_share"] = middle("share")
-            figures[f"{kind}_drain_bytes_s"] = size_bytes / middle("seconds")
-            figures[f"{kind}_copy_bytes_s"] = size_bytes / copied
-            for name in ("skeleton", "write", "verify", "seconds", "wall"):
-                figures[f"{kind}_{name}_s"] = middle(name)
+            for kind in ("rows", "columns", "replicated")
+        }
+        rows, columns = benches["rows"], benches["columns"]
+        rows.make()
+        columns.make()
+        cache, storage = ("--verify", VERIFY_CACHE), ("--verify", VERIFY_STORAGE)
+        what: dict[str, Callable[[], dict[str, float]]] = {
+            "dd": lambda: _only(peers.dd(rows.sources(), out)),
+            "cp": lambda: _only(peers.cp(rows.sources(), out)),
+            "rows": lambda: rows.drain(*cache, memory=memory),
+            "verified": lambda: rows.drain(*storage, memory=memory),
+            "columns": lambda: columns.drain(*cache, memory=memory),
+            "naive": lambda: _only(peers.naive(columns.sources(), columns.runs(), out)),
+        }
+        if peers.dcp_command():
+            what["dcp"] = lambda: _only(peers.dcp(rows.sources(), out))
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in what}
+        for number in range(repeats + 1):
+            for name, work in what.items():
+                for bench in (rows, columns):
+                    bench.clear()
+                time.sleep(settle_s if number else 0)
+                samples[name].append(work())
+        shutil.rmtree(columns.burst_buffer)
+        resumed = statistics.median(rows.resumed() for _ in range(repeats))
+        shutil.rmtree(rows.burst_buffer)
+        rows.clear()
+        benches["replicated"].make()
+        replicated = benches["replicated"].drain(*cache, memory=memory)
+        shutil.rmtree(benches["replicated"].burst_buffer)
+        slower = training.slower(source, out, nodes, size_bytes // nodes, repeats, training_s) if training_s else None
+    middle = {name: _median(found[1:]) for name, found in samples.items()}  # the first one finds all cold
+    time_of = {name: found("seconds") for name, found in middle.items()}
+    ratios = {
+        "drain.dd": time_of["rows"] / time_of["dd"],
+        "drain.cp": time_of["rows"] / time_of["cp"],
+        **({"drain.dcp": time_of["rows"] / time_of["dcp"]} if "dcp" in time_of else {}),
+        "drain.verified_dd": time_of["verified"] / time_of["dd"],
+        "drain.strided": time_of["columns"] / time_of["rows"],
+        "drain.strided_naive": time_of["columns"] / time_of["naive"],
+        "drain.resume_bytes": resumed,
+        **({"drain.training": slower} if slower is not None else {}),
+        "drain.share": max(middle["rows"]("share"), middle["columns"]("share"), replicated["share"]),
+    }
+    figures = {f"{name}_s": seconds for name, seconds in time_of.items()}
+    for name in ("rows", "verified", "columns"):
+        figures |= {f"{name}_{part}_s": middle[name](part) for part in ("skeleton", "write", "verify", "wall")}
+    figures["mover_bytes"] = float(memory.most)
     return BenchResult(bench="drain", size_bytes=size_bytes, repeats=repeats, ratios=ratios, figures=figures)
 
 
-def _median(samples: Sequence[dict[str, float]]) -> Callable[[str], float]:
+def _only(seconds: float) -> dict[str, float]:
+    return {"seconds": seconds}
+
+
+def _median(samples: Sequence[Mapping[str, float]]) -> Callable[[str], float]:
     return lambda name: statistics.median(sample[name] for sample in samples)

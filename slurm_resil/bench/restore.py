@@ -9,6 +9,9 @@ into the tensors. ``pieces`` does so a megabyte at a time, which stays in the pr
 nothing may be changed before everything is verified. ``peer_torch_hashed`` is against torch's way and hashing the
 bytes once, as torch verifies nothing.
 
+``fetch`` and reading what it has staged is compared with as many nodes that read the drained file each by itself, see
+:mod:`slurm_resil.bench.fetch`.
+
 Training, which is this process, is kept on one core with one thread, the agent on another one where there is one. Slot,
 drained file and the peers' files are in the same directory and in the page cache. Each repeat measures everything
 once, in turn, so that a busy machine is unfair to nobody; medians are compared.
@@ -26,7 +29,7 @@ import torch
 import xxhash
 from torch import nn
 
-from slurm_resil.bench import workload
+from slurm_resil.bench import fetch, workload
 from slurm_resil.bench.result import BenchResult
 from slurm_resil.bench.workload import FEW, MANY, SEALED_S, seconds
 from slurm_resil.ckpt.restore import restore_drained, restore_local
@@ -40,6 +43,7 @@ from slurm_resil.format.manifest import DrainedItem, DrainedManifest, Item, Shar
 from slurm_resil.session import Checkpointer
 
 ITERATION = 1
+NODES = 4
 _PIECE_BYTES = 1 << 20
 
 
@@ -209,6 +213,8 @@ def measure(
     dtype: str = "float32",
     directory: str | None = None,
     peers: bool = True,
+    nodes: int | None = None,
+    pfs_bytes_s: float | None = None,
 ) -> BenchResult:
     """Measure.
 
@@ -218,12 +224,17 @@ def measure(
         dtype: Type of the tensors, as torch calls it.
         directory: Where slot, drained file and the peers' files go; default: ``/dev/shm``.
         peers: Whether to measure torch's own ways, too.
+        nodes: Movers of a fetch, all on this host; 0: no fetch is measured; None: 4, or 0 where there is no MPI.
+        pfs_bytes_s: What storage gives to all of them together at most; None: what it gives.
 
     Raises:
-        ResilError: A save or a restore failed.
+        ConfigError: A fetch is to be measured, and there is no mpiexec.
+        ResilError: A save, a restore or a fetch failed.
     """
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}
+    if nodes is None:
+        nodes = NODES if fetch.possible() else 0
     for tensors, suffix in ((FEW, ""), (MANY, "_many")):
         with workload.place(directory) as work:
             samples = _samples(work, size_bytes, tensors, getattr(torch, dtype), repeats, with_peers=peers)
@@ -239,4 +250,10 @@ def measure(
             ratios |= {f"restore.peer_{name}{suffix}": middle["restore"] / middle[name] for name in ("torch", "dcp")}
             ratios[f"restore.peer_torch_hashed{suffix}"] = middle["restore"] / (middle["torch"] + middle["hash"])
         figures |= {f"{name}{suffix}_s": value for name, value in middle.items()}
+    if nodes:
+        found = fetch.measure(
+            size_bytes=size_bytes, nodes=nodes, repeats=repeats, pfs=directory, rate_bytes_s=pfs_bytes_s
+        )
+        ratios["restore.fetch"] = (found["fetch"] + found["fetched_read"]) / found["alone"]
+        figures |= {f"{name}_s": value for name, value in found.items()} | {"fetch_nodes": nodes}
     return BenchResult(bench="restore", size_bytes=size_bytes, repeats=repeats, ratios=ratios, figures=figures)

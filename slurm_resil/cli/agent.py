@@ -23,10 +23,10 @@ from slurm_resil.launch.rank import LAYOUT, read_layout
 class BurstBuffer:
     """The real store: the node's catalog, and the seal of :mod:`slurm_resil.ckpt`."""
 
-    def __init__(self, job_dir: str) -> None:
+    def __init__(self, job_dir: str, node_rank: int = 0) -> None:
         from slurm_resil.catalog import LocalCatalog
 
-        self._job_dir = job_dir
+        self._job_dir, self._node_rank = job_dir, node_rank
         self._catalog = LocalCatalog(job_dir)
 
     def sealed(self) -> Mapping[int, Mapping[int, str]]:
@@ -54,6 +54,14 @@ class BurstBuffer:
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """See Store."""
         return self._catalog.quarantine(iteration, rank, reason)
+
+    def encoded(self) -> set[int]:
+        """See Store."""
+        return self._catalog.encoded(self._node_rank)
+
+    def forget(self, iteration: int) -> None:
+        """See Store."""
+        self._catalog.forget(iteration)
 
 
 def placed(env: Mapping[str, str]) -> tuple[Place, tuple[str, ...]]:
@@ -98,6 +106,7 @@ def config(place: Place, env: Mapping[str, str], nodes: tuple[str, ...] = ()) ->
         run_dir=place.run_dir,
         leader=place.leader,
         host=own_address(env) if place.leader is None and place.info.nodes > 1 else None,
+        slots=place.slots,
         interval_s=place.interval_s,
     )
 
@@ -145,5 +154,5 @@ def serve() -> None:
     """Serve the ranks of this node. Everything comes from the environment, see the launcher."""
     log.configure()
     place, nodes = placed(os.environ)
-    store: Store = BurstBuffer(place.job_dir)
+    store: Store = BurstBuffer(place.job_dir, place.node_rank)
     sys.exit(main_agent(config(place, os.environ, nodes), store))

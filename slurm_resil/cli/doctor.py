@@ -20,10 +20,13 @@ from dataclasses import dataclass
 
 import click
 
+from slurm_resil.cli.protection import nodes_option
 from slurm_resil.core import config, control, errors, units
 from slurm_resil.core.errors import ResilError, ServiceError
 from slurm_resil.core.settings import Settings
 from slurm_resil.drain.hints import file_system
+from slurm_resil.launch.protect import describe
+from slurm_resil.slurm.job import nodes_of
 from slurm_resil.slurm.ping import reachable
 from slurm_resil.slurm.scontrol import Commands
 
@@ -62,12 +65,14 @@ class Here:
         site: The site's configuration.
         settings: What a job of this user would get.
         commands: Runs commands.
+        nodes: Nodes that somebody asks about; empty: those that a job would get.
     """
 
     env: Mapping[str, str]
     site: config.Site
     settings: Settings
     commands: Commands
+    nodes: tuple[str, ...] = ()
 
 
 def _slurm(here: Here) -> Answer:
@@ -96,7 +101,12 @@ def _munge(here: Here) -> Answer:
 
     path = socket_path(here.env)
     argv = ("munge", "--no-input", "--socket", path) if path else ("munge", "--no-input")
-    if not here.commands.run(*argv).startswith("MUNGE:"):
+    try:
+        made = here.commands.run(*argv)
+    except ServiceError as error:
+        error.mend = "start munged"  # what Slurm's commands would need is of no use
+        raise
+    if not made.startswith("MUNGE:"):
         return BAD, "munge made no credential", "start munged with the cluster's key"
     return OK, path or "its usual socket", ""
 
@@ -217,6 +227,20 @@ def _policy(here: Here) -> Answer:
     return BAD if mends else OK, words, "; ".join(mends)
 
 
+def _redundancy(here: Here) -> Answer:
+    """What protection a job gets on the nodes that were named, else the job's own, else all of the cluster."""
+    if not here.settings.redundancy.value.protects:
+        return OK, "; ".join(describe(here.settings, here.site, (), None).words), ""
+    nodes = here.nodes or nodes_of(here.env.get("SLURM_JOB_NODELIST", "")) or here.commands.nodes()
+    partition = here.env.get("SLURM_JOB_PARTITION", "")
+    said = describe(here.settings, here.site, nodes, here.commands, partition=partition)
+    found = f"on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}: {'; '.join(said.words)}"
+    if said.unknown:
+        mend = "see [redundancy] failure_groups in site.toml; until then sets are made as if every node failed alone"
+        return UNKNOWN, f"{found}; which nodes fail together is not known: {'; '.join(said.unknown)}", mend
+    return OK, found, "; ".join(said.warnings)
+
+
 def _engine(here: Here) -> Answer:
     address = here.settings.engine.value
     if not address:
@@ -234,6 +258,7 @@ CHECKS: dict[str, Callable[[Here], Answer]] = {
     "spank": _spank,
     "munge": _munge,
     "engine": _engine,
+    "redundancy": _redundancy,
     "burst_buffer": _burst_buffer,
     "prefix": _prefix,
     "memlock": _memlock,
@@ -247,7 +272,7 @@ CHECKS: dict[str, Callable[[Here], Answer]] = {
 
 _SLURM_CONF = "put slurm.conf where Slurm looks for it, or set SLURM_CONF; see that slurmctld runs"
 # what may help where nothing could be found out
-_ASK = dict.fromkeys(("slurm", "slurmctld", "requeue", "spank"), _SLURM_CONF) | {"munge": "start munged"}
+_ASK = dict.fromkeys(("slurm", "slurmctld", "requeue", "spank"), _SLURM_CONF)
 
 
 def examine(here: Here, checks: Mapping[str, Callable[[Here], Answer]], *, limit_s: float = LIMIT_S) -> list[Finding]:
@@ -290,15 +315,16 @@ def _found(name: str, answers: list[Answer], limit_s: float) -> Finding:
 @click.command()
 @click.option("--site", "path", metavar="FILE", help="The site's configuration.")
 @click.option("--only", multiple=True, type=click.Choice(list(CHECKS)), help="Only this check; repeatable.")
+@nodes_option("Say how a job on these nodes is protected. Default: those of this job, or all.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(path: str | None, only: tuple[str, ...], as_json: bool) -> None:
+def doctor(path: str | None, only: tuple[str, ...], nodes: tuple[str, ...], as_json: bool) -> None:
     """Look at what is needed here, and say what to do about what is missing.
 
     Ends with 0, with 1 if something is bad, with 69 if nothing is bad but something is unknown.
     """
     site = config.load(os.environ, path)
     settings = Settings.from_env(os.environ, site)
-    here = Here(env=os.environ, site=site, settings=settings, commands=Commands(os.environ))
+    here = Here(env=os.environ, site=site, settings=settings, commands=Commands(os.environ), nodes=nodes)
     findings = examine(here, {name: check for name, check in CHECKS.items() if not only or name in only})
     if as_json:
         click.echo(json.dumps({"checks": [vars(finding) for finding in findings]}))

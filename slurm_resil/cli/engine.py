@@ -14,7 +14,7 @@ import click
 
 from slurm_resil.comm.auth import MungeAuth
 from slurm_resil.comm.munge import socket_path
-from slurm_resil.core import log, units
+from slurm_resil.core import config, log, units
 from slurm_resil.recovery.engine import Engine
 from slurm_resil.recovery.store import Store
 from slurm_resil.slurm.scontrol import Commands
@@ -50,10 +50,13 @@ def run(listen: str, db: Path, mode: str, spares: str) -> None:
 
 
 @engine.command("incidents")
-@_DB
+@click.option(
+    "--db", type=click.Path(dir_okay=False, path_type=Path), help="Its database; default: [engine] db of site.toml."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with the audit trail.")
-def incidents(db: Path, as_json: bool) -> None:
+def incidents(db: Path | None, as_json: bool) -> None:
     """What was asked, what was done, and how it ended."""
+    db = db or Path(config.load(os.environ).engine.db)
     if not db.exists():
         raise click.BadParameter(f"{db} does not exist", param_hint="--db")
     with contextlib.closing(Store(str(db), readonly=True)) as store:

@@ -11,12 +11,14 @@ import click
 
 from slurm_resil.catalog import LocalCatalog, RunCatalog
 from slurm_resil.cli.keep import options as keep_options
-from slurm_resil.core import fsio, log, paths, units
+from slurm_resil.core import config, fsio, log, paths, units
+from slurm_resil.core import layout as places
 from slurm_resil.core.errors import ResilError, UsageError
+from slurm_resil.core.protection import Protection
 from slurm_resil.core.settings import MOST
-from slurm_resil.launch import layout as places
-from slurm_resil.launch import records, setup
+from slurm_resil.launch import protect, records, setup
 from slurm_resil.launch.cluster import Cluster
+from slurm_resil.launch.commands import drain_args
 from slurm_resil.launch.deadline import DeadlineWatch
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.retain import Pruner
@@ -31,6 +33,15 @@ def _period(_context: click.Context, _parameter: click.Parameter, text: str | No
     try:
         if text is not None:
             units.period_s(text)
+    except UsageError as error:
+        raise click.BadParameter(f"{error.message}; {error.mend}") from error
+    return text
+
+
+def _scheme(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    try:
+        if text is not None:
+            Protection.parse(text)
     except UsageError as error:
         raise click.BadParameter(f"{error.message}; {error.mend}") from error
     return text
@@ -56,6 +67,9 @@ def _period(_context: click.Context, _parameter: click.Parameter, text: str | No
 @click.option(
     "--cap", type=click.FloatRange(min=1), help="Limit of drains while training, bytes/s, all nodes together."
 )
+@click.option(
+    "--redundancy", metavar="SCHEME", callback=_scheme, help="single, xor, rs:2, partner, or a list as in xor,rs:2/10."
+)
 @keep_options
 @click.option("--local", is_flag=True, help="Without Slurm, on this host alone: for development.")
 @click.option("--dry-run", is_flag=True, help="Print the layout and the command lines, start nothing.")
@@ -70,6 +84,7 @@ def run(
     max_idle_attempts: int,
     srun_args: tuple[str, ...],
     cap: float | None,
+    redundancy: str | None,
     local: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -91,6 +106,7 @@ def run(
         max_restarts=max_restarts,
         max_idle_attempts=max_idle_attempts,
         keep=keep,
+        redundancy=redundancy,
     )
     env = dict(os.environ)
     allocation = (setup.local_allocation if local else setup.slurm_allocation)(env, wishes)
@@ -152,12 +168,19 @@ def _supervise(
         events = records.EventLog(run_dir, attempt)
         rules, warning = setup.rules(cluster, wishes)
         past = records.history(run_dir, attempt)
+        expected, durable = records.goes_on_from(run_dir, allocation.job_id), newest_durable(run_dir)
+        probe = setup.make_job(allocation, layout, wishes=wishes, env=env, run_dir=run_dir, addresses={}, leader="")
         record = records.Attempt(
-            run_dir, attempt, job_id=allocation.job_id, restarts=allocation.restarts, nodes=layout.nodes
+            run_dir,
+            attempt,
+            job_id=allocation.job_id,
+            restarts=allocation.restarts,
+            nodes=layout.nodes,
+            job_dir=probe.job_dir,
+            slurm=not wishes.local,
         )
         record.update()
         places.save(run_dir, layout, attempt)
-        probe = setup.make_job(allocation, layout, wishes=wishes, env=env, run_dir=run_dir, addresses={}, leader="")
         leader = Leader(
             info=probe.info,
             nodes=layout.nodes,
@@ -165,6 +188,7 @@ def _supervise(
             run_dir=run_dir,
             host="127.0.0.1" if wishes.local else setup.own_address(cluster, allocation),
             interval_s=setup.interval_s(env, wishes),
+            rebuilds=len(layout.nodes) > 1,
         )
         job = setup.make_job(
             allocation,
@@ -180,11 +204,22 @@ def _supervise(
         retention = held.retention
         address = "" if wishes.local else held.engine.value
         engine = EngineClient(address) if address else None
+        protected = protect.plan(held, env, layout, run_dir, local=wishes.local)
+        for words in protected.warnings:
+            say(words)
+        fetches = setup.fetches(env, len(layout.nodes), durable, expected)
+        rules = replace(setup.measured(rules, leader.costs), prunes=retention.deletes, fetches=fetches)
+        late = setup.late_job(allocation, job, env, events, local=wishes.local)
         supervisor = Supervisor(
             job=job,
             command=command,
             policy=Policy(
-                layout.nodes, replace(rules, prunes=retention.deletes), durable=newest_durable(run_dir), history=past
+                layout.nodes,
+                rules,
+                durable=durable,
+                history=past,
+                chosen=protected.chosen,
+                sets=protected.sets,
             ),
             leader=leader,
             cluster=cluster,
@@ -194,7 +229,9 @@ def _supervise(
             engine=engine,
             watch=None if wishes.local else DeadlineWatch(cluster, leader.costs, held.lead_s.value),
             cap_bytes_s=cap or held.cap_bytes_s.value,
+            drain_args=drain_args(held, config.load(env).drain),
             pruner=Pruner(run_dir, retention) if retention.deletes else None,
+            late=late,
         )
         supervisor.report(
             "attempt_start", job_id=allocation.job_id, nodes=list(layout.nodes), ranks_per_node=layout.ranks_per_node
@@ -208,4 +245,11 @@ def _supervise(
                 engine.register(allocation.job_id)
             except ResilError as error:
                 supervisor.report("warning", words=f"the engine does not look after this job: {error.message}")
-        return supervisor.run()
+        if late is not None:
+            late.submit()
+        code = supervisor.run()
+        if late is not None:
+            levels = records.levels(run_dir)
+            if not late.released or (levels is not None and levels.local <= newest_durable(run_dir)):
+                late.not_needed()
+        return code

@@ -66,6 +66,7 @@ def sandbox() -> None:
 @_file_option("--prolog", "Program for Prolog.")
 @_file_option("--epilog", "Program for Epilog.")
 @_file_option("--slurm-conf-extra", "Lines that come last in slurm.conf.")
+@_file_option("--topology", "A topology.conf, for topology/tree or topology/block.")
 @click.option("--spank", multiple=True, metavar="'FILE [ARGS]'", help="A SPANK plugin; may be given several times.")
 @click.option("--rootless", is_flag=True, help="Use no namespaces, as for an ordinary user.")
 @click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until all nodes must be idle.")

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 
 import click
 
+from slurm_resil.cli.protection import nodes_option
 from slurm_resil.core import config, fsio
 from slurm_resil.core.errors import ConfigError, NotPermittedError
 from slurm_resil.core.settings import Settings
 from slurm_resil.hooks import base
 from slurm_resil.hooks.command import NAMES, command
+from slurm_resil.launch.protect import describe
+from slurm_resil.slurm.scontrol import Commands
 
 _MARK = "# written by `slurm-resil site`"
 _ETC = os.path.dirname(base.DEFAULT_CONFIG)
@@ -71,6 +74,10 @@ def render_files(site: config.Site, *, python: str, packages: str = "", plugin: 
     if odd:
         raise ConfigError("these paths cannot be used in scripts and units", faults=tuple(odd))
     hooks: dict[str, object] = {"bb_root": root, "always": site.burst_buffer.all_jobs}
+    if site.drain.late == "epilog":
+        hooks |= {"late": True, "late_limit": f"{site.drain.late_limit_s:.0f}"}
+    if site.burst_buffer.keep_s is not None:
+        hooks["keep"] = f"{site.burst_buffer.keep_s:.0f}"
     if site.burst_buffer.log:
         hooks["log"] = site.burst_buffer.log
     scripts = {name: f"/etc/slurm/{name}.d/slurm-resil.sh" for name in NAMES}
@@ -141,8 +148,9 @@ def site() -> None:
 
 @site.command()
 @_SITE
+@nodes_option("Ask Slurm, and say how a job on these nodes is protected.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check(path: str | None, as_json: bool) -> None:
+def check(path: str | None, nodes: tuple[str, ...], as_json: bool) -> None:
     """Validate site.toml and the environment; show every value with its source."""
     try:
         made = config.load(os.environ, path)
@@ -153,11 +161,18 @@ def check(path: str | None, as_json: bool) -> None:
             click.echo(json.dumps({"ok": False, "path": path or "", "faults": faults, "values": {}}))
             sys.exit(error.exit_code)
         raise
+    said = describe(Settings.from_env(os.environ, made), made, nodes, Commands(os.environ)) if nodes else None
     if as_json:
-        click.echo(json.dumps({"ok": True, "path": made.path, "faults": [], "values": values}, default=str))
+        found = {"ok": True, "path": made.path, "faults": [], "values": values}
+        click.echo(json.dumps(found | ({"protection": vars(said)} if said else {}), default=str))
         return
     for name, entry in values.items():
         click.echo(f"{name:<28} {json.dumps(entry['value'], default=str):<36} {entry['source']}")
+    if said:
+        lines = [("protection", words) for words in said.words] + [("warning", words) for words in said.warnings]
+        lines += [("unknown", f"which nodes fail together: {words}") for words in said.unknown]
+        for kind, words in lines:
+            click.echo(f"{kind}: {words}")
 
 
 @site.command()

@@ -7,7 +7,8 @@ import sys
 import time
 
 DEFAULT_CONFIG = "/etc/slurm-resil/hooks.json"
-_KEYS = {"bb_root": str, "always": bool, "log": str}
+_KEYS = {"bb_root": str, "always": bool, "log": str, "late": bool, "late_limit": str, "keep": str}
+_SECONDS = ("late_limit", "keep")
 _WORDS = {"true": True, "false": False}
 
 
@@ -42,11 +43,18 @@ def load_config(path: str) -> dict[str, object]:
         for key, kind in _KEYS.items()
         if key in raw and not isinstance(raw[key], kind)
     ]
+    faults += [
+        f'{key} is {raw[key]!r}, seconds are needed, as in "3600"' for key in _SECONDS if not _whole(raw.get(key))
+    ]
     if not str(raw.get("bb_root", "")).startswith("/"):
         faults.append(f"bb_root is {raw.get('bb_root')!r}, a path is needed, as in /local/slurm-resil")
     if faults:
         raise HookError(f"{path}: " + "; ".join(faults))
     return raw
+
+
+def _whole(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.isascii() and value.isdigit() and 0 < int(value) < 10**9)
 
 
 def _json(text: str) -> object:

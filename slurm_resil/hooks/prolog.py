@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 
-from slurm_resil.hooks import base
+from slurm_resil.hooks import base, sweep
 
 _NO_ROOM = (28, 122)  # ENOSPC and EDQUOT of Linux
 
@@ -24,6 +24,8 @@ def prolog(env: dict[str, str], config: dict[str, object]) -> None:
     name = f"job-{job}"
     root = base.open_root(config)
     try:
+        sweep.unmark(root, name)  # it is in use again
+        sweep.sweep(config, root, name)
         try:
             info = os.stat(name, dir_fd=root, follow_symlinks=False)
         except FileNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +47,8 @@ class Cluster(Protocol):
         """Whether the slurmd of each node accepts a connection."""
         ...
 
-    def kill_step(self, name: str) -> None:
-        """Kill the step with this name by SIGKILL."""
+    def kill_step(self, name: str, wanted: Callable[[], bool]) -> None:
+        """Kill the step with this name by SIGKILL; ``wanted``: whether it is still there, and not another one."""
         ...
 
     def requeue(self, *, bad_nodes: Sequence[str]) -> str:
@@ -106,14 +106,17 @@ class SlurmCluster:
             thread.join()
         return found
 
-    def kill_step(self, name: str) -> None:
+    def kill_step(self, name: str, wanted: Callable[[], bool]) -> None:
         """See Cluster."""
         job = self.record().label
         listing = self._slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format", "%i|%j")
         for line in listing.splitlines():
             step, _, title = line.strip().partition("|")
-            if title == name and step.startswith(f"{job}."):  # other tasks of an array have steps of the same name
-                self._slurm.run("scancel", "--signal=KILL", step)
+            # other tasks of an array have steps of the same name
+            if title == name and step.startswith(f"{job}.") and wanted():
+                # by slurmctld: at scancel's own request a slurmstepd starts a watch over the end of its tasks, and
+                # where they end at that moment, waits a minute for the watch's end and has the node drained
+                self._slurm.run("scancel", "--ctld", "--signal=KILL", step)
 
     def requeue(self, *, bad_nodes: Sequence[str]) -> str:
         """See Cluster."""
@@ -171,7 +174,7 @@ class LocalCluster:
         """See Cluster."""
         return dict.fromkeys(nodes, True)
 
-    def kill_step(self, name: str) -> None:
+    def kill_step(self, name: str, wanted: Callable[[], bool]) -> None:
         """See Cluster."""
         raise UsageError(f"there is no step {name} without Slurm")
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ClusterShell.NodeSet import NodeSet
 
+from slurm_resil.core.config import Drain
 from slurm_resil.core.errors import UsageError
+from slurm_resil.core.layout import Layout
 from slurm_resil.core.model import RunInfo
-from slurm_resil.launch.layout import Layout, rendezvous_port
+from slurm_resil.core.settings import SLOTS, Settings
+from slurm_resil.launch.layout import rendezvous_port
+from slurm_resil.launch.moves import MoverKind
 from slurm_resil.launch.rank import LAYOUT
 
 # the shape of the job or of another step, and preferences that would change what the command line says
@@ -80,6 +84,7 @@ class Job:
         job_dir: Job's directory in the burst buffer, the same path on every node.
         restarts: How often Slurm has started the job again.
         every: Iterations between checkpoints, None if nobody said.
+        slots: Slots of each rank.
         leader: ``host:port`` of the leader.
         python: Interpreter with this package.
         base_env: Environment of the launcher.
@@ -97,6 +102,7 @@ class Job:
     leader: str
     python: str
     base_env: Mapping[str, str] = field(repr=False)
+    slots: int = SLOTS
     srun: str = "srun"
     srun_args: tuple[str, ...] = ()
 
@@ -149,6 +155,7 @@ def resil_env(job: Job, cycle: int, env: dict[str, str]) -> dict[str, str]:
             "SLURM_RESIL_NODES": str(len(layout.nodes)),
             "SLURM_RESIL_RANKS_PER_NODE": str(layout.ranks_per_node),
             "SLURM_RESIL_WORLD_SIZE": str(layout.world_size),
+            "SLURM_RESIL_SLOT_COUNT": str(job.slots),
             LAYOUT: layout_variable(layout, job.run_dir)[0],
             "MASTER_ADDR": job.addresses.get(master, master),
             "MASTER_PORT": str(rendezvous_port(job.info.job_id, job.info.attempt, cycle)),
@@ -158,6 +165,18 @@ def resil_env(job: Job, cycle: int, env: dict[str, str]) -> dict[str, str]:
 
 
 def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str]:
+    return step(job.srun, nodes, name, per_node)
+
+
+def step(srun: str, nodes: Sequence[str], name: str, per_node: int = 1) -> list[str]:
+    """A step beside all others, with so many tasks on each of these nodes, in this order.
+
+    Args:
+        srun: Program name or path.
+        nodes: Nodes.
+        name: Of the step.
+        per_node: Tasks on each node.
+    """
     tasks = [node for node in nodes for _ in range(per_node)]
     arbitrary = ",".join(tasks)
     if len(arbitrary) <= LAYOUT_LIMIT_BYTES:
@@ -168,7 +187,7 @@ def _shape(job: Job, nodes: Sequence[str], per_node: int, name: str) -> list[str
         nodelist = f"--nodelist={NodeSet.fromlist(nodes)}"
         places = [f"--nodes={len(nodes)}", f"--ntasks-per-node={per_node}", nodelist]
     return [
-        job.srun,
+        srun,
         "--overlap",
         "--overcommit",
         f"--ntasks={len(tasks)}",
@@ -190,8 +209,8 @@ def ranks_name(cycle: int) -> str:
 def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
     """One srun for all ranks of a cycle.
 
-    Not with ``--kill-on-bad-exit=1``: srun would send SIGTERM, which ranks ignore, and only after KillWait SIGKILL.
-    The launcher kills the step itself, at once.
+    Not with ``--kill-on-bad-exit=1``: SIGTERM would be sent, which ranks ignore, and SIGKILL only after KillWait, and a
+    slurmstepd that waits for that takes no other SIGKILL. The launcher kills the step itself, at once.
     """
     argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, ranks_name(cycle))
     argv += ["--kill-on-bad-exit=0", "--label", "--unbuffered", "--mpi=none", *job.srun_args]
@@ -222,22 +241,48 @@ def mark(job: Job, nodes: Sequence[str], path: str, text: str) -> Command:
     return Command(argv=tuple(argv), env=clean(job.base_env, keep_gpus=False), title=f"mark of {','.join(nodes)}")
 
 
-def mover_args(job: Job, iteration: int, cap_bytes_s: float | None, *, finish: bool) -> list[str]:
-    """Arguments of the drain itself, without a launcher; ``finish``: go on through the SIGTERM of a grace period."""
-    argv = [job.python, "-m", "slurm_resil", "mover", "drain"]
-    argv += ["--run-dir", job.run_dir, "--job-dir", job.job_dir, "--iteration", str(iteration), "--json"]
-    argv += ["--on-term", "finish" if finish else "stop"]
-    return argv + (["--cap", f"{cap_bytes_s:.0f}"] if cap_bytes_s else [])
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """What a mover does.
+
+    Attributes:
+        kind: A command of ``slurm-resil mover``.
+        iteration: Of which checkpoint.
+        cap_bytes_s: Bandwidth of all movers together, None without a limit.
+        finish: Whether it goes on through the SIGTERM of a grace period.
+        arguments: More of the command.
+    """
+
+    kind: MoverKind
+    iteration: int
+    cap_bytes_s: float | None = None
+    finish: bool = False
+    arguments: tuple[str, ...] = ()
 
 
-def mover(job: Job, iteration: int, cap_bytes_s: float | None, *, finish: bool) -> Command:
-    """One short MPI step that drains a checkpoint, one process per node."""
-    argv = _shape(job, job.layout.nodes, 1, f"resil-drain-{iteration}")
-    argv += [
-        "--kill-on-bad-exit=1",
-        "--mpi=pmi2",
-        "--gres=none",
-        *mover_args(job, iteration, cap_bytes_s, finish=finish),
-    ]
+def site_args(drain: Drain) -> list[str]:
+    """Arguments of a drain that follow from a site's ``[drain]`` alone."""
+    said = [f"--hint={name}={value}" for name, value in sorted(drain.hints.items())]
+    said += [f"--buffer={drain.buffer_bytes}"] if drain.buffer_bytes is not None else []
+    return said + ([] if drain.gather else ["--no-gather"])
+
+
+def drain_args(held: Settings, drain: Drain | None = None) -> list[str]:
+    """Arguments of a drain that follow from the job's settings, and from what only the site says."""
+    return ["--retry", f"{held.retry_s.value:g}", *site_args(replace(drain or Drain(), hints=held.hints.value))]
+
+
+def mover_args(job: Job, move: Move) -> list[str]:
+    """Arguments of a mover itself, without a launcher."""
+    argv = [job.python, "-m", "slurm_resil", "mover", move.kind]
+    argv += ["--run-dir", job.run_dir, "--job-dir", job.job_dir, "--iteration", str(move.iteration), "--json"]
+    argv += ["--on-term", "finish" if move.finish else "stop", *move.arguments]
+    return argv + (["--cap", f"{move.cap_bytes_s:.0f}"] if move.cap_bytes_s else [])
+
+
+def mover(job: Job, move: Move) -> Command:
+    """One short MPI step, one process per node; one that dies takes the others along as with :func:`ranks`."""
+    argv = _shape(job, job.layout.nodes, 1, f"resil-{move.kind}-{move.iteration}")
+    argv += ["--kill-on-bad-exit=0", "--mpi=pmi2", "--gres=none", *mover_args(job, move)]
     env = resil_env(job, 0, clean(job.base_env, keep_gpus=False))
-    return Command(argv=tuple(argv), env=env, title=f"drain of iteration {iteration}")
+    return Command(argv=tuple(argv), env=env, title=f"{move.kind} of iteration {move.iteration}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch.verdict import Verdict
+
+MoverKind = Literal["drain", "encode", "rebuild", "fetch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +24,23 @@ class Tick(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Event):
-    """The ranks of a cycle have loaded an iteration; 0: a fresh start. ``durable`` is the newest durable one then."""
+    """The ranks of a cycle have loaded an iteration; 0: a fresh start.
+
+    ``protected`` and ``durable`` are the newest such ones up to there.
+    """
 
     iteration: int
     cycle: int
+    protected: int = 0
     durable: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuildWanted(Event):
+    """Before the ranks restore: nodes lack shards of an iteration for which there is redundancy."""
+
+    iteration: int
+    nodes: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +142,44 @@ class RanksEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MoverEnded(Event):
-    """A drain ended."""
+    """A mover ended.
+
+    Attributes:
+        kind: What it did.
+        iteration: Of what.
+        ok: Whether that is done.
+        duration_s: How long it took.
+        words: Why it is not; of a fetch also what it has done.
+        final: Whether it would end the same way again.
+        cancelled: Whether a person wanted it to end.
+        no_room: Whether there is no room for what it makes.
+        stopped: Whether it ended because somebody asked it to, as Slurm does at the start of a grace period.
+    """
 
     iteration: int
     ok: bool
     duration_s: float
+    kind: MoverKind = "drain"
     words: str = ""
+    final: bool = False
+    cancelled: bool = False
+    no_room: bool = False
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainBegan(Event):
+    """The drain of an iteration is past its start: it hears orders from now on."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderTaken(Event):
+    """The drain of an iteration goes on without a cap; ``finish``: through the SIGTERM of a grace period, too."""
+
+    iteration: int
+    finish: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +250,60 @@ class Drain(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HurryDrain(Action):
+    """Order the running drain to go on without a cap; ``finish``: through the SIGTERM of a grace period, too."""
+
+    iteration: int
+    finish: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class CancelDrain(Action):
-    """Kill the running drain; what it wrote is not published and the next one starts over."""
+    """Kill the running drain; nothing is published, and the next one goes on with what it wrote."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(Action):
+    """Start the encode of a checkpoint; ``finish``: it goes on through the SIGTERM of a grace period."""
+
+    iteration: int
+    scheme: str
+    finish: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelEncode(Action):
+    """Kill the running encode; the checkpoint is then not protected."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuild(Action):
+    """Start the rebuild of a checkpoint's lost shards."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRebuild(Action):
+    """Kill the running rebuild."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(Action):
+    """Start to stage a durable checkpoint on the nodes."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelFetch(Action):
+    """Kill the running fetch."""
 
     why: str
 
@@ -222,6 +321,29 @@ class TellDurable(Action):
 
     iteration: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellProtected(Action):
+    """Tell the leader, and through it agents and ranks, that an iteration is protected, and what its encode took."""
+
+    iteration: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellUnprotected(Action):
+    """Tell the leader, and through it the agents, that an iteration will not be protected."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellRebuilt(Action):
+    """Tell the leader how a rebuild has ended."""
+
+    iteration: int
+    ok: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,69 +12,23 @@ Times are seconds on one monotonic clock that the caller passes in.
 
 from __future__ import annotations
 
-import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from slurm_resil.core.errors import EXIT_BAD_DATA, EXIT_FAILED, EXIT_TRY_AGAIN
 from slurm_resil.core.model import Level, NoticeKind
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.agents import Agents
 from slurm_resil.launch.drains import Drains
+from slurm_resil.launch.encodes import Chosen, Encodes, Uniform
+from slurm_resil.launch.fetches import Fetches
 from slurm_resil.launch.guard import AttemptRecord, RestartBudget, why_hold
+from slurm_resil.launch.phase import Phase as Phase
 from slurm_resil.launch.prunes import Prunes
+from slurm_resil.launch.rebuilds import Rebuilds
+from slurm_resil.launch.rules import Rules as Rules
 from slurm_resil.launch.verdict import Verdict
-
-
-class Phase(enum.StrEnum):
-    """Where the attempt is, see the module."""
-
-    RUNNING = "running"
-    STOPPING = "stopping"
-    FINISHING = "finishing"
-    CONTINUING = "continuing"
-    WAITING = "waiting"
-    DONE = "done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Bounds and margins.
-
-    Attributes:
-        max_restarts: Restarts of the ranks inside an attempt without progress.
-        max_idle_attempts: Attempts in a row that gain no iteration before the job is held.
-        can_continue: Whether Slurm would requeue the job.
-        why_not: Why not.
-        margin_s: Time before a deadline at which the requeue is asked for, whatever is not done by then.
-        kill_wait_s: Slurm's KillWait: from SIGTERM to SIGKILL.
-        leave_s: How long ranks may take to end by themselves once their stop is durable.
-        drain_guess_s: Cost of a drain before one was measured.
-        drain_tries: Attempts to drain one checkpoint before it is left in the burst buffer.
-        agent_restarts: How often the agent of one node is started again without a new checkpoint.
-        unsure_probes: Probes of a node whose slurmd is silent while its agent is heard.
-        retry_s: Wait before asking again for a requeue that nobody answered.
-        takeover_s: How long the engine may take from accepting the job to killing this attempt.
-        prunes: Whether old checkpoints are deleted.
-        prune_wait_s: How long the end of the job waits for a deletion.
-    """
-
-    max_restarts: int = 3
-    max_idle_attempts: int = 3
-    can_continue: bool = True
-    why_not: str = ""
-    margin_s: float = 4.0
-    kill_wait_s: float = 30.0
-    leave_s: float = 10.0
-    drain_guess_s: float = 5.0
-    drain_tries: int = 3
-    agent_restarts: int = 2
-    unsure_probes: int = 6
-    retry_s: float = 2.0
-    takeover_s: float = 60.0
-    prunes: bool = False
-    prune_wait_s: float = 30.0
 
 
 class Policy:
@@ -85,19 +39,39 @@ class Policy:
         rules: Bounds and margins.
         durable: Newest durable iteration at the start, 0 if none.
         history: Attempts before this one, for the loop guard.
+        chosen: How checkpoints are protected, and which are drained.
+        sets: Nodes that protect each other.
     """
 
     def __init__(
-        self, nodes: Sequence[str], rules: Rules, *, durable: int = 0, history: Sequence[AttemptRecord] = ()
+        self,
+        nodes: Sequence[str],
+        rules: Rules,
+        *,
+        durable: int = 0,
+        history: Sequence[AttemptRecord] = (),
+        chosen: Chosen | None = None,
+        sets: Sequence[Sequence[str]] = (),
     ) -> None:
         self.nodes = tuple(nodes)
+        self.sets = tuple(map(tuple, sets))
+        self.chosen = chosen or Uniform()
+        self.saved = 0  # checkpoints of this attempt
         self.rules = rules
         self.history = tuple(history)
         self.phase = Phase.RUNNING
         self.cycle = 0
-        self.drains = Drains(
-            guess_s=rules.drain_guess_s, tries=rules.drain_tries, retry_s=rules.retry_s, durable=durable
+        self.drains = Drains(rules, durable=durable)
+        self.encodes = Encodes(
+            self.chosen,
+            guess_s=rules.encode_guess_s,
+            tries=rules.encode_tries,
+            retry_s=rules.retry_s,
+            limit_s=rules.encode_limit_s,
         )
+        self.rebuilds = Rebuilds(rules.rebuild_limit_s)
+        self.fetches = Fetches(durable if rules.fetches else 0)
+        self.lanes = (self.fetches, self.rebuilds, self.encodes, self.drains)
         self.prunes = Prunes(wanted=rules.prunes, wait_s=rules.prune_wait_s)
         self.ranks_up = False
         self.loading = False  # the ranks of this cycle have not restored yet
@@ -128,7 +102,7 @@ class Policy:
     def start(self) -> list[m.Action]:
         """Actions of the beginning."""
         self.ranks_up = self.loading = True
-        return [m.StartCycle(cycle=0)]
+        return [m.StartCycle(cycle=0), *self.fetches.start()]
 
     def on(self, event: m.Event, now: float) -> list[m.Action]:
         """Hear an event; returns what to do, in order."""
@@ -138,10 +112,9 @@ class Policy:
             case m.Restored():
                 actions = self._restored(event)
             case m.SealedAll():
-                self.drains.sealed = max(self.drains.sealed, event.iteration)
-                if self.unsaved and event.iteration >= self.unsaved[0]:
-                    self.unsaved = None
-                actions = [_report("sealed", iteration=event.iteration)]
+                actions = self._sealed(event.iteration)
+            case m.RebuildWanted():
+                actions = self._rebuild_wanted(event, now)
             case m.SaveFailed():
                 self.unsaved = (event.iteration, event.words or event.why)
                 actions = [_report("save_failed", iteration=event.iteration, why=event.why, words=self.unsaved[1])]
@@ -165,10 +138,18 @@ class Policy:
                 actions = self._probed(event, now)
             case m.RanksEnded():
                 actions = self._ranks_ended(event)
-            case m.MoverEnded():
+            case m.MoverEnded(kind="drain"):
                 actions = self.drains.ended(event, now)
                 if event.ok:
                     self.prunes.ask(event.iteration)
+            case m.DrainBegan():
+                actions = self.drains.began(event, now)
+            case m.OrderTaken():
+                actions = self.drains.taken(event)
+            case m.MoverEnded(kind="encode"):
+                actions = self.encodes.ended(event, now)
+            case m.MoverEnded():
+                actions = (self.fetches if event.kind == "fetch" else self.rebuilds).ended(event)
             case m.Pruned():
                 actions = self.prunes.ended(event)
             case m.Asked():
@@ -188,10 +169,12 @@ class Policy:
 
     def _restored(self, event: m.Restored) -> list[m.Action]:
         # more than what is durable: the attempt before had no time to drain it
-        self.drains.sealed, self.drains.durable = event.iteration, event.durable
+        self.drains.restored(event.iteration, event.durable)
+        self.encodes.restored(event.iteration, event.protected)
         self.restored, self.unfit, self.loading = event.iteration, False, False
         self.prunes.ask(event.iteration)
-        actions: list[m.Action] = [_report("restore", iteration=event.iteration, cycle=event.cycle)]
+        report = _report("restore", iteration=event.iteration, cycle=event.cycle)
+        actions: list[m.Action] = [report, *self.fetches.cancel("the ranks have restored")]
         # a person who released a held job may try once more
         if event.cycle or (self.history and self.history[-1].held):
             return actions
@@ -200,6 +183,21 @@ class Policy:
             return actions
         actions += [_report("held", reason=why), m.KillRanks(why=why)]
         return actions + self._request(m.Hold(reason=why))
+
+    def _sealed(self, iteration: int) -> list[m.Action]:
+        if self.unsaved and iteration >= self.unsaved[0]:
+            self.unsaved = None
+        actions: list[m.Action] = [_report("sealed", iteration=iteration)]
+        if iteration > self.drains.sealed:
+            self.drains.all_sealed(iteration, due=self.chosen.drained(self.saved))
+            actions += self.encodes.all_sealed(iteration, self.saved)
+            self.saved += 1
+        return actions
+
+    def _rebuild_wanted(self, event: m.RebuildWanted, now: float) -> list[m.Action]:
+        if self.phase in (Phase.RUNNING, Phase.STOPPING):
+            return self.rebuilds.start(event, now)
+        return []
 
     def _noticed(self, event: m.Noticed, now: float) -> list[m.Action]:
         fields = {"kind": str(event.kind), "stop": event.stop, "source": event.source}
@@ -213,16 +211,19 @@ class Policy:
             self.assumed = now + self.rules.kill_wait_s
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
-        return [_report("notice", **fields)] if new else []
+        # there is a deadline, or the nodes are wanted soon
+        hurry = self.drains.hurry(now, finish=False)
+        return [*([_report("notice", **fields)] if new else []), *hurry]
 
     def _stop_reached(self, event: m.StopReached) -> list[m.Action]:
         self.stop_at = event.iteration
-        self.drains.sealed = max(self.drains.sealed, event.iteration)
+        actions = self._sealed(event.iteration)[1:]  # heard before, or this is it
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
         why = f"iteration {event.iteration} is the one to keep, without a cap"
         report = _report("stop", iteration=event.iteration, saved=event.saved)
-        return [report, *self.drains.cancel(why, unless=event.iteration)]
+        actions += [report, *self.encodes.cancel(why, unless=event.iteration)]
+        return [*actions, *self.drains.cancel(why, unless=event.iteration)]
 
     def _node_lost(self, event: m.NodeLost) -> list[m.Action]:
         if self.phase in (Phase.CONTINUING, Phase.WAITING):
@@ -266,18 +267,27 @@ class Policy:
     def _nodes_dead(self, dead: list[str]) -> list[m.Action]:
         why = "; ".join(f"{node}: {self.agents.lost.get(node, 'slurmd does not answer')}" for node in dead)
         self.ended = None
+        # what only the dead nodes held is gone: what others can rebuild counts, and the drained checkpoint
+        newest, level = self.drains.durable, Level.DURABLE
+        if self.encodes.protected > newest and self._survives(dead):
+            newest, level = self.encodes.protected, Level.PROTECTED
+        lost = f"lost {', '.join(dead)}"
+        fields = {"durable": self.drains.durable, "protected": self.encodes.protected, "sealed": self.drains.sealed}
         actions: list[m.Action] = [
-            _report("node_lost", nodes=dead, why=why, durable=self.drains.durable, sealed=self.drains.sealed),
-            m.KillRanks(why=f"lost {', '.join(dead)}"),
-            *self.drains.cancel(f"lost {', '.join(dead)}"),
+            _report("node_lost", nodes=dead, why=why, iteration=newest, level=level.name.lower(), **fields),
+            m.KillRanks(why=lost),
         ]
+        for lane in self.lanes:
+            actions += lane.cancel(lost)
         if not self.rules.can_continue:
             words = f"lost {', '.join(dead)} and the job cannot be requeued: {self.rules.why_not}"
             return [*actions, *self._finish(EXIT_TRY_AGAIN, words)]
-        # what only the dead nodes held is gone: the drained checkpoint counts
-        newest = self.drains.durable
-        request = m.Continue(reason="node_loss", bad_nodes=tuple(dead), iteration=newest, level=Level.DURABLE)
+        request = m.Continue(reason="node_loss", bad_nodes=tuple(dead), iteration=newest, level=level)
         return actions + self._request(request)
+
+    def _survives(self, dead: Sequence[str]) -> bool:
+        """Whether the redundancy covers the loss of these nodes."""
+        return bool(self.sets) and all(sum(node in dead for node in one) <= self.encodes.losses for one in self.sets)
 
     def _ranks_ended(self, event: m.RanksEnded) -> list[m.Action]:
         self.ranks_up = False
@@ -318,7 +328,8 @@ class Policy:
             delay = max(delay, 2.0)
         words = event.verdict.words
         report = _report("restart", cycle=self.cycle, why=words, restart=self.budget.used, of=self.budget.bound)
-        return [report, *self.agents.complete(), m.StartCycle(cycle=self.cycle, delay_s=delay)]
+        stop = self.encodes.cancel("the ranks start again")  # what they restore is looked at anew
+        return [report, *stop, *self.agents.complete(), m.StartCycle(cycle=self.cycle, delay_s=delay)]
 
     def _asked(self, event: m.Asked, now: float) -> list[m.Action]:
         if self.phase is Phase.WAITING:
@@ -370,13 +381,15 @@ class Policy:
             return [self.request]
         if self.phase is Phase.WAITING and now >= self.accepted_at + self.rules.takeover_s:
             return self._takeover_failed()
-        return self._maybe_drain(now)
+        ticks = [*self.rebuilds.tick(now), *self.encodes.tick(now), *self.drains.tick(now)]
+        return [*ticks, *self._maybe_move(now)]
 
     def _leave(self, now: float) -> bool:
         """Whether the stop is over: everything is done, or the deadline is near."""
         if self.deadline is not None and now >= self.deadline - self.rules.margin_s:
             return True
-        if self.stop_at is None or not self.drains.idle or self.prunes.busy(now):
+        busy = not self.drains.idle or self.encodes.busy(self.drains.durable) or self.prunes.busy(now)
+        if self.stop_at is None or busy:
             return False
         if self.leave_since is None:
             self.leave_since = now
@@ -387,9 +400,11 @@ class Policy:
         if self.ranks_up:
             late = "the deadline is near" if self.stop_at is None else "the stop is saved"
             actions.append(m.KillRanks(why=late))
-        actions += self.drains.cancel("the deadline is near")
+        for lane in self.lanes:
+            actions += lane.cancel("the deadline is near")
         newest = self.drains.newest
-        level = Level.DURABLE if self.drains.durable >= newest else Level.LOCAL
+        reached = {self.encodes.protected: Level.PROTECTED, self.drains.durable: Level.DURABLE}
+        level = reached.get(newest, Level.LOCAL)
         going_on = self.kinds - {NoticeKind.PERSON, NoticeKind.CADENCE}
         if going_on and self.rules.can_continue:
             reason = str(sorted(going_on)[0])
@@ -435,30 +450,36 @@ class Policy:
 
     def _takeover_failed(self) -> list[m.Action]:
         words = f"not killed within {self.rules.takeover_s:.0f} s of the requeue"
-        if isinstance(self.request, m.Continue):
-            again = m.Continue(
-                reason=self.request.reason,
-                bad_nodes=self.request.bad_nodes,
-                iteration=self.request.iteration,
-                level=self.request.level,
-                alone=True,
-            )
-            return [_report("requeue_retry", words=words), *self._request(again)]
         assert self.request is not None
-        return [_report("requeue_retry", words=words), *self._request(self.request)]
+        again = replace(self.request, alone=True) if isinstance(self.request, m.Continue) else self.request
+        return [_report("requeue_retry", words=words), *self._request(again)]
 
-    def _maybe_drain(self, now: float) -> list[m.Action]:
+    def _maybe_move(self, now: float) -> list[m.Action]:
+        """Start movers: protect first, then drain."""
         if self.agents.lost or self.ended is not None:
             return []  # nodes are in question
+        self.drains.ready = max(self.drains.ready, self.encodes.ready if self.chosen.protects else self.drains.sealed)
         if self.phase is Phase.RUNNING:
-            return self.drains.start(now, final=False)
+            # what the ranks go on from is not known while they load
+            encode = [] if self.loading else self.encodes.start(now, self.drains.durable)
+            return [*encode, *self.drains.start(now, final=False)]
         if self.phase is Phase.FINISHING or (self.phase is Phase.STOPPING and self.stop_at is not None):
-            return self.drains.start(now, final=True)
+            return self._move_last(now)
         # the checkpoint of the stop is waited for as long as there is time to drain another one instead
         spare_s = self.rules.margin_s + self.drains.cost_s + 1.0
         if self.phase is Phase.STOPPING and self.deadline is not None and now >= self.deadline - spare_s:
-            return self.drains.start(now, final=True)
+            return self._move_last(now)
         return []
+
+    def _move_last(self, now: float) -> list[m.Action]:
+        """Make the newest checkpoint as safe as there is time for."""
+        durable = self.drains.durable
+        left_s = None if self.deadline is None else self.deadline - self.rules.margin_s - now
+        if self.encodes.first(now, durable, left_s, self.drains.cost_s):
+            return self.encodes.start(now, durable, final=True)
+        if self.phase is Phase.STOPPING and self.drains.idle:  # it may have been given up
+            return self.encodes.start(now, durable, final=True)
+        return self.drains.start(now, final=True)
 
 
 def _report(event: str, **fields: object) -> m.Report:

@@ -5,6 +5,8 @@
 ``attempts/<attempt>.json``, rewritten as the attempt goes on::
 
     {"attempt": 1, "job_id": 12, "restarts": 1, "nodes": ["n1", "n5"], "started_s": ..., "restored": 40, "held": false,
+     "job_dir": "/local/slurm-resil/job-12", "slurm": true,
+     "levels": {"local": 60, "protected": 60, "durable": 40},
      "intent": {"reason": "node_loss", "bad_nodes": ["n5"], "iteration": 60, "level": "DURABLE", "at_s": ...},
      "outcome": {"words": "...", "at_s": ...}}
 
@@ -18,10 +20,12 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slurm_resil.core import fsio
+from slurm_resil.core import fsio, paths
 from slurm_resil.core.errors import DataError
+from slurm_resil.core.model import Levels
 from slurm_resil.launch.guard import AttemptRecord
 
 
@@ -55,11 +59,6 @@ class EventLog:
         return ""
 
 
-def record_path(run_dir: str, attempt: int) -> str:
-    """Record of an attempt."""
-    return os.path.join(run_dir, "attempts", f"{attempt}.json")
-
-
 class Attempt:
     """Record of the attempt that runs now.
 
@@ -69,10 +68,22 @@ class Attempt:
         job_id: Job.
         restarts: How often Slurm had started it again.
         nodes: Nodes, by node_rank.
+        job_dir: Job's directory in each node's burst buffer.
+        slurm: Whether the job is one of Slurm's; else its number is none that Slurm knows.
     """
 
-    def __init__(self, run_dir: str, attempt: int, *, job_id: int, restarts: int, nodes: Sequence[str]) -> None:
-        self._path = record_path(run_dir, attempt)
+    def __init__(
+        self,
+        run_dir: str,
+        attempt: int,
+        *,
+        job_id: int,
+        restarts: int,
+        nodes: Sequence[str],
+        job_dir: str | None = None,
+        slurm: bool = True,
+    ) -> None:
+        self._path = paths.attempt(run_dir, attempt)
         self._values: dict[str, Any] = {
             "attempt": attempt,
             "job_id": job_id,
@@ -81,6 +92,8 @@ class Attempt:
             "started_s": round(time.time(), 3),
             "restored": None,
             "held": False,
+            "job_dir": job_dir,
+            "slurm": slurm,
         }
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
 
@@ -99,12 +112,72 @@ def _numbers(run_dir: str) -> list[int]:
         names = os.listdir(os.path.join(run_dir, "attempts"))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
 
 
 def next_number(run_dir: str) -> int:
     """Number of the attempt that begins now."""
     return max(_numbers(run_dir), default=-1) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest:
+    """What the newest attempt is, or was.
+
+    Attributes:
+        attempt: Its number.
+        job_id: Its job.
+        nodes: Nodes, by node_rank.
+        job_dir: Job's directory in each node's burst buffer; None if it was not written down.
+        local: Whether it is none of Slurm's jobs.
+    """
+
+    attempt: int
+    job_id: int
+    nodes: tuple[str, ...]
+    job_dir: str | None
+    local: bool
+
+
+def newest(run_dir: str) -> Newest | None:
+    """Read the record of the newest attempt; None if there is none, or it cannot be read."""
+    try:
+        raw = fsio.read_json(paths.attempt(run_dir, max(_numbers(run_dir), default=-1)))
+        job_dir = raw.get("job_dir")
+        return Newest(
+            attempt=int(raw["attempt"]),
+            job_id=int(raw["job_id"]),
+            nodes=tuple(map(str, raw["nodes"])),
+            job_dir=job_dir if isinstance(job_dir, str) and job_dir else None,
+            local=raw.get("slurm") is False,
+        )
+    except (OSError, DataError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def levels(run_dir: str) -> Levels | None:
+    """The newest iteration at each level in the newest attempt, as its launcher has recorded them.
+
+    None if nothing is recorded, or cannot be read.
+    """
+    try:
+        raw = fsio.read_json(paths.attempt(run_dir, max(_numbers(run_dir), default=-1)))["levels"]
+        found = Levels(**{name: int(raw.get(name, 0)) for name in ("local", "protected", "durable")})
+    except (OSError, DataError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return replace(found, protected=max(found.protected, found.durable))
+
+
+def goes_on_from(run_dir: str, job_id: int) -> int:
+    """Iteration that the newest attempt, if it is of this job, wants the next one to go on from; 0 if that is unknown.
+
+    It may be in the burst buffers only.
+    """
+    try:
+        raw = fsio.read_json(paths.attempt(run_dir, max(_numbers(run_dir), default=-1)))
+        return int(raw["intent"]["iteration"]) if raw["job_id"] == job_id else 0
+    except (OSError, DataError, KeyError, TypeError, ValueError):
+        return 0
 
 
 def complete(run_dir: str, job_id: int, *, restarts: int, within_s: float) -> bool:
@@ -113,7 +186,7 @@ def complete(run_dir: str, job_id: int, *, restarts: int, within_s: float) -> bo
     Seen on 24.11 after the loss of a node. A launcher that the same batch script starts once more is another thing.
     """
     try:
-        raw = fsio.read_json(record_path(run_dir, max(_numbers(run_dir), default=-1)))
+        raw = fsio.read_json(paths.attempt(run_dir, max(_numbers(run_dir), default=-1)))
         outcome = raw["outcome"]
         again = raw["job_id"] == job_id and raw["restarts"] < restarts
         return bool(again and outcome["code"] == 0 and 0 <= time.time() - outcome["at_s"] < within_s)
@@ -129,7 +202,7 @@ def history(run_dir: str, attempt: int) -> list[AttemptRecord]:
             continue
         raw: Any = {}
         with contextlib.suppress(FileNotFoundError, DataError):
-            raw = fsio.read_json(record_path(run_dir, number))
+            raw = fsio.read_json(paths.attempt(run_dir, number))
         if not isinstance(raw, dict):
             raw = {}
         restored = raw.get("restored")

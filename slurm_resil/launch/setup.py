@@ -9,12 +9,15 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ClusterShell.NodeSet import NodeSet, NodeSetParseError
 
 from slurm_resil.core import config, fsio, ids, paths
+from slurm_resil.core import layout as layouts
+from slurm_resil.core.costs import Costs
 from slurm_resil.core.errors import ConfigError, DataError, ResilError, TryAgainError, UsageError
+from slurm_resil.core.layout import Layout
 from slurm_resil.core.log import event
 from slurm_resil.core.model import RunInfo
 from slurm_resil.core.settings import Settings
@@ -22,7 +25,7 @@ from slurm_resil.launch import layout as places
 from slurm_resil.launch import records
 from slurm_resil.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurm_resil.launch.commands import Job, check_srun_args, layout_variable
-from slurm_resil.launch.layout import Layout
+from slurm_resil.launch.latejob import LateJob
 from slurm_resil.launch.policy import Rules
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class Wishes:
         max_restarts: See Rules.
         max_idle_attempts: See Rules.
         keep: Variables of the retention, see core.settings.
+        redundancy: How checkpoints are protected, see core.protection.
     """
 
     local: bool = False
@@ -55,6 +59,7 @@ class Wishes:
     max_restarts: int = 3
     max_idle_attempts: int = 3
     keep: Mapping[str, str] = field(default_factory=dict)
+    redundancy: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     value = env.get(name)
     if not value:
         return None
-    if not value.isdigit():
+    if not value.isdecimal():
         raise ConfigError(f"{name}={value!r} is not a number, as in {name}=4", key=name)
     return int(value)
 
@@ -134,7 +139,11 @@ def settings(env: Mapping[str, str], wishes: Wishes) -> Settings:
     Raises:
         ConfigError: The environment or the site's configuration makes no sense, or the site leaves something to nobody.
     """
-    said = {"SLURM_RESIL_EVERY": wishes.every, "SLURM_RESIL_INTERVAL": wishes.interval}
+    said = {
+        "SLURM_RESIL_EVERY": wishes.every,
+        "SLURM_RESIL_INTERVAL": wishes.interval,
+        "SLURM_RESIL_REDUNDANCY": wishes.redundancy,
+    }
     over = {name: str(value) for name, value in said.items() if value is not None} | dict(wishes.keep)
     return Settings.from_env({**env, **over}, config.load(env))
 
@@ -227,7 +236,7 @@ def place_ranks(allocation: Allocation, wishes: Wishes, run_dir: str) -> Layout:
         UsageError: There are not so many nodes.
     """
     try:
-        before = places.load(run_dir)
+        before = layouts.load(run_dir)
     except DataError as error:
         # ranks get new places, and are restored from wherever their shards are
         moved = f"{paths.layout(run_dir)}.bad"
@@ -279,6 +288,47 @@ def rules(cluster: Cluster, wishes: Wishes) -> tuple[Rules, str]:
     return made, warning
 
 
+def fetches(env: Mapping[str, str], nodes: int, durable: int, expected: int) -> bool:
+    """Whether the durable checkpoint is staged on the nodes while the ranks start.
+
+    Args:
+        env: Environment, which says where the site's configuration is.
+        nodes: Number of nodes.
+        durable: Newest durable iteration, 0 if there is none.
+        expected: What the attempt before wanted this one to go on from, 0 if that is unknown.
+    """
+    site = config.load(env).drain.fetch
+    return expected <= durable > 0 and (site == "on" or (site == "auto" and nodes > 1))
+
+
+def measured(rules: Rules, costs: Costs) -> Rules:
+    """Take what movers have taken in earlier attempts for what they will take, where that is known."""
+    drain, encode = costs.p99("drain"), costs.p99("encode")
+    return replace(
+        rules,
+        drain_guess_s=rules.drain_guess_s if drain is None else drain,
+        encode_guess_s=rules.encode_guess_s if encode is None else encode,
+    )
+
+
+def late_job(
+    allocation: Allocation, job: Job, env: Mapping[str, str], events: records.EventLog, *, local: bool
+) -> LateJob | None:
+    """The job that drains what this one leaves on its nodes, where the site has it so; not submitted yet."""
+    drain = config.load(env).drain
+    if local or drain.late != "job":
+        return None
+    return LateJob(
+        allocation.job_id,
+        job.layout.nodes,
+        job.job_dir,
+        job.run_dir,
+        limit_s=drain.late_limit_s,
+        env=env,
+        tell=events.write,
+    )
+
+
 def clean_env(env: Mapping[str, str], wishes: Wishes) -> dict[str, str]:
     """Environment that everything is started from: without Slurm's variables where there is no Slurm."""
     drop = ("SLURM_", "SLURMD_") if wishes.local else ()
@@ -303,6 +353,7 @@ def make_job(
         UsageError: An srun argument that would move ranks.
     """
     check_srun_args(wishes.srun_args)
+    held = settings(env, wishes)
     value, text = layout_variable(layout, run_dir)
     if text:
         fsio.write_atomic(value[1:], text.encode())
@@ -320,7 +371,8 @@ def make_job(
         run_dir=run_dir,
         job_dir=paths.job_dir(bb_root(env), allocation.job_id),
         restarts=allocation.restarts,
-        every=settings(env, wishes).every.value,
+        every=held.every.value,
+        slots=held.slot_count,
         leader=leader,
         python=sys.executable,
         base_env=clean_env(env, wishes),

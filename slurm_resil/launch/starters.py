@@ -9,16 +9,18 @@ from typing import IO, Protocol
 
 from slurm_resil.launch import commands
 from slurm_resil.launch.cluster import Cluster
-from slurm_resil.launch.commands import Command, Job
+from slurm_resil.launch.commands import Command, Job, Move
 from slurm_resil.launch.mark import write as write_mark
 from slurm_resil.launch.rank import LOCAL_RANK
-from slurm_resil.launch.steps import LocalRanks, Process, Ranks, Step
+from slurm_resil.launch.steps import LocalRanks, Process, Ranks, SlurmKill, Step
 from slurm_resil.launch.verdict import Verdict
 
 MARK_S = 10.0
+TELL_S = 3.0  # from a mover that exited with a code to killing the others: they were told, and end with the same one
 
 AgentsEnded = Callable[[int, Sequence[str]], None]
 MoverEnded = Callable[[int, Sequence[str], float], None]
+MoverSaid = Callable[[str], None]
 
 
 class Starter(Protocol):
@@ -32,8 +34,8 @@ class Starter(Protocol):
         """Start all ranks."""
         ...
 
-    def mover(self, iteration: int, cap_bytes_s: float | None, finish: bool, ended: MoverEnded) -> Step:
-        """Start a drain; ``ended`` gets exit code, lines of output and errors, and seconds."""
+    def mover(self, move: Move, said: MoverSaid, ended: MoverEnded) -> Step:
+        """Start a mover; ``said`` gets lines of output, ``ended`` exit code, lines of output and errors, seconds."""
         ...
 
     def mark(self, nodes: Sequence[str], path: str, text: str) -> None:
@@ -80,14 +82,14 @@ class SrunStarter:
 
         name = commands.ranks_name(cycle)
         made = commands.ranks(self._job, cycle, command)
-        return Ranks(made, ended=place, slurm_kill=lambda: self._cluster.kill_step(name))
+        return Ranks(made, ended=place, slurm_kill=self._slurm_kill(name))
 
-    def mover(self, iteration: int, cap_bytes_s: float | None, finish: bool, ended: MoverEnded) -> Step:
+    def mover(self, move: Move, said: MoverSaid, ended: MoverEnded) -> Step:
         """See Starter."""
-        return _mover(commands.mover(self._job, iteration, cap_bytes_s, finish=finish), ended, self._slurm_kill)
+        return _mover(commands.mover(self._job, move), said, ended, self._slurm_kill)
 
-    def _slurm_kill(self, name: str) -> Callable[[], None]:
-        return lambda: self._cluster.kill_step(name)
+    def _slurm_kill(self, name: str) -> SlurmKill:
+        return lambda wanted: self._cluster.kill_step(name, wanted)
 
     def mark(self, nodes: Sequence[str], path: str, text: str) -> None:
         """See Starter."""
@@ -103,7 +105,7 @@ class SrunStarter:
         return [
             commands.agents(job, 0, job.layout.nodes),
             commands.ranks(job, 0, command),
-            commands.mover(job, 0, None, finish=False),
+            commands.mover(job, Move(kind="drain", iteration=0)),
         ]
 
 
@@ -133,9 +135,9 @@ class LocalStarter:
             for rank in range(per_node)
         ]
 
-    def _mover(self, iteration: int, cap_bytes_s: float | None, *, finish: bool) -> Command:
-        argv = [*commands.mover_args(self._job, iteration, cap_bytes_s, finish=finish), "--transport", "local"]
-        return Command(argv=tuple(argv), env=self._env(0), title=f"drain of iteration {iteration}")
+    def _mover(self, move: Move) -> Command:
+        argv = [*commands.mover_args(self._job, move), "--transport", "local"]
+        return Command(argv=tuple(argv), env=self._env(0), title=f"{move.kind} of iteration {move.iteration}")
 
     def agents(self, cycle: int, nodes: Sequence[str], ended: AgentsEnded) -> Step:
         """See Starter."""
@@ -146,9 +148,9 @@ class LocalStarter:
         """See Starter."""
         return LocalRanks(self._ranks(cycle, command), node=self._node, ended=ended)
 
-    def mover(self, iteration: int, cap_bytes_s: float | None, finish: bool, ended: MoverEnded) -> Step:
+    def mover(self, move: Move, said: MoverSaid, ended: MoverEnded) -> Step:
         """See Starter."""
-        return _mover(self._mover(iteration, cap_bytes_s, finish=finish), ended, None)
+        return _mover(self._mover(move), said, ended, None)
 
     def mark(self, nodes: Sequence[str], path: str, text: str) -> None:
         """See Starter."""
@@ -156,10 +158,10 @@ class LocalStarter:
 
     def lines(self, command: Sequence[str]) -> list[Command]:
         """See Starter."""
-        return [self._agent(0), *self._ranks(0, command), self._mover(0, None, finish=False)]
+        return [self._agent(0), *self._ranks(0, command), self._mover(Move(kind="drain", iteration=0))]
 
 
-def _mover(command: Command, ended: MoverEnded, slurm_kill: Callable[[str], Callable[[], None]] | None) -> Step:
+def _mover(command: Command, said: MoverSaid, ended: MoverEnded, slurm_kill: Callable[[str], SlurmKill] | None) -> Step:
     began = time.monotonic()
 
     def end(step: Process, code: int) -> None:
@@ -167,4 +169,6 @@ def _mover(command: Command, ended: MoverEnded, slurm_kill: Callable[[str], Call
 
     name = next((part.partition("=")[2] for part in command.argv if part.startswith("--job-name=")), "")
     kill = slurm_kill(name) if slurm_kill is not None else None
-    return Process(command, stdout="pipe", quiet=True, ended=end, slurm_kill=kill)  # its words go to the event log
+    doom_s = TELL_S if slurm_kill is not None else None
+    # its words go to the event log
+    return Process(command, stdout="pipe", quiet=True, said=said, ended=end, slurm_kill=kill, doom_s=doom_s)

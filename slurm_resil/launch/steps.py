@@ -21,8 +21,10 @@ from slurm_resil.launch.commands import Command
 from slurm_resil.launch.verdict import TaskEnd, Verdict, judge, parse_line
 
 KEEP_LINES = 500
-KILL_WAIT_S = 4.0  # from asking Slurm to kill a step to interrupting its srun, and from that to killing the srun
+KILL_WAITS_S = (1.0, 1.0, 2.0)  # after each request to kill a step; then srun is interrupted, and in the end killed
 NOISE = ("srun: cluster configuration lacks support for cpu binding",)
+
+SlurmKill = Callable[[Callable[[], bool]], None]  # asks Slurm to kill a step; gets whether that is still wanted
 
 
 class Step(Protocol):
@@ -55,8 +57,11 @@ class Process:
         stderr: Where standard error is forwarded; default: the launcher's own.
         quiet: Forward nothing.
         line: Called for each line of standard error, in a thread.
+        said: Called for each line of standard output, if it is collected, in a thread.
         ended: Called with this object and the exit code, in a thread, after the last line.
         slurm_kill: Asks Slurm to kill the step of this srun; None for a plain process.
+        doom_s: An srun's task that ended badly takes the others along: at once if a signal ended it, after so many
+            seconds if it exited with a code; None: it does not.
 
     Attributes:
         out: Lines of standard output, if it is collected.
@@ -74,15 +79,18 @@ class Process:
         stderr: IO[bytes] | None = None,
         quiet: bool = False,
         line: Callable[[str], None] | None = None,
+        said: Callable[[str], None] | None = None,
         ended: Callable[[Process, int], None] | None = None,
-        slurm_kill: Callable[[], None] | None = None,
+        slurm_kill: SlurmKill | None = None,
+        doom_s: float | None = None,
     ) -> None:
         self.command = command
         self.out: deque[str] = deque(maxlen=KEEP_LINES)
         self.lines: list[str] = []
         self._forward = None if quiet else stderr if stderr is not None else sys.stderr.buffer
-        self._line, self._ended, self._slurm_kill = line, ended, slurm_kill
-        self._killing = threading.Lock()
+        self._line, self._said, self._ended = line, said, ended
+        self._slurm_kill, self._doom_s = slurm_kill, doom_s
+        self._killing, self._doomed = threading.Lock(), False
         self._process = subprocess.Popen(
             command.argv,
             env=dict(command.env),
@@ -116,9 +124,9 @@ class Process:
             return self._process.wait(timeout_s)
         return None
 
-    def kill(self) -> None:
+    def kill(self, *, delay_s: float = 0.0) -> None:
         """See Step. Of an srun: by Slurm, then by an interrupt (srun kills the step itself), then without the step."""
-        threading.Thread(target=self._kill, name="kill", daemon=True).start()
+        threading.Thread(target=self._kill, args=(delay_s,), name="kill", daemon=True).start()
 
     def abandon(self) -> None:
         """See Step. An srun that lived on would kill its step by number, and the next attempt's have the same."""
@@ -130,19 +138,38 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    def _kill(self) -> None:
+    def _kill(self, delay_s: float) -> None:
+        if delay_s and self.wait(delay_s) is not None:
+            return
         if not self._killing.acquire(blocking=False):
             return  # already at it
         if self._slurm_kill is not None:
-            with contextlib.suppress(Exception):  # it is one of three ways
-                self._slurm_kill()
-            if self.wait(KILL_WAIT_S) is not None:
+            if self._ask_slurm():
                 return
             self.send(signal.SIGINT)
-            if self.wait(KILL_WAIT_S) is not None:
+            if self._ask_slurm():
                 return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _ask_slurm(self) -> bool:
+        """Ask Slurm to kill the step, a few times; whether it has ended.
+
+        One request is not enough for a step that starts: of several signals that reach a slurmstepd by then, such as
+        those of a preemption and ours, it delivers one, and each of the others only when the step ends or after a
+        minute; and where control groups do not track processes, SIGKILL misses a task that is not executed yet.
+        """
+        for wait_s in KILL_WAITS_S:
+            threading.Thread(target=self._ask_once, name="ask", daemon=True).start()
+            if self.wait(wait_s) is not None:
+                return True
+        return False
+
+    def _ask_once(self) -> None:
+        """Thread: Slurm's command waits as long as what it asks for does."""
+        assert self._slurm_kill is not None
+        with contextlib.suppress(Exception):  # it is one of several ways
+            self._slurm_kill(lambda: self.running)
 
     def _read_err(self) -> None:
         assert self._process.stderr is not None
@@ -158,11 +185,21 @@ class Process:
                 self.lines.append(text)
             if self._line is not None:
                 self._line(text)
+            if self._doom_s is not None:
+                self._doom(parse_line(text), self._doom_s)
+
+    def _doom(self, end: TaskEnd | None, wait_s: float) -> None:
+        if end is not None and (end.signal or not self._doomed):
+            self._doomed = True
+            self.kill(delay_s=0.0 if end.signal else wait_s)
 
     def _read_out(self) -> None:
         assert self._process.stdout is not None
         for raw in self._process.stdout:
-            self.out.append(raw.decode(errors="replace").rstrip("\n"))
+            text = raw.decode(errors="replace").rstrip("\n")
+            self.out.append(text)
+            if self._said is not None:
+                self._said(text)
 
     def _wait(self) -> None:
         code = self._process.wait()
@@ -188,7 +225,7 @@ class Ranks:
         command: Command,
         *,
         ended: Callable[[Verdict], None],
-        slurm_kill: Callable[[], None],
+        slurm_kill: SlurmKill,
         stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
     ) -> None:
@@ -201,6 +238,7 @@ class Ranks:
             line=self._hear,
             ended=self._end,
             slurm_kill=slurm_kill,
+            doom_s=0.0,
         )
 
     @property
@@ -223,9 +261,6 @@ class Ranks:
     def _hear(self, line: str) -> None:
         if line.startswith("srun: ") and len(self._own) < KEEP_LINES:
             self._own.append(line)
-            end = parse_line(line)
-            if end is not None:
-                self._process.kill()
 
     def _end(self, _: Process, code: int) -> None:
         self._ended(judge(self._own, code))
@@ -280,7 +315,10 @@ class LocalRanks:
     def _end(self, rank: int, code: int) -> None:
         with self._lock:
             self._left -= 1
-            if code and self._first is None:
+            first = self._first
+            # a rank that loses a peer ends with Python's 1, and may be reaped before it: another end is the cause
+            cause = first is not None and first.code == 1 and code not in (1, -signal.SIGKILL)
+            if code and (first is None or cause):
                 number = -code if code < 0 else None
                 exit_code = 128 + number if number else code
                 how = f"was killed by {signal.Signals(number).name}" if number else f"exited with code {code}"
@@ -289,7 +327,7 @@ class LocalRanks:
                     process.kill()
             if self._left:
                 return
-        first = self._first
+            first = self._first
         if first is None:
             self._ended(Verdict(code=0, words="all ranks ended well"))
             return
@@ -303,10 +341,14 @@ class LocalRanks:
 
 def last_json(lines: Sequence[str]) -> Mapping[str, object]:
     """The last JSON object among lines, empty if there is none."""
-    for line in reversed(lines):
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict):
-                    return value
-    return {}
+    return next((value for line in reversed(lines) if (value := as_json(line)) is not None), {})
+
+
+def as_json(line: str) -> Mapping[str, object] | None:
+    """The JSON object that a line is; None if it is none."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return None

@@ -18,55 +18,32 @@ from typing import Protocol
 from slurm_resil.agent import events as e
 from slurm_resil.agent.leader import Leader
 from slurm_resil.agent.survey import drained_iterations
-from slurm_resil.core import paths
+from slurm_resil.core import paths, priority
 from slurm_resil.core.errors import NotPermittedError, ResilError
 from slurm_resil.core.log import event
 from slurm_resil.core.model import Notice
-from slurm_resil.drain import priority
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.cluster import Cluster
 from slurm_resil.launch.commands import Job
+from slurm_resil.launch.lanes import Lanes
+from slurm_resil.launch.latejob import LateJob
 from slurm_resil.launch.policy import Policy
 from slurm_resil.launch.records import Attempt, EventLog
 from slurm_resil.launch.retain import Pruner
+from slurm_resil.launch.spoken import SPOKEN
 from slurm_resil.launch.starters import Starter
-from slurm_resil.launch.steps import Step, last_json
+from slurm_resil.launch.steps import Step
 from slurm_resil.launch.verdict import FINAL, Verdict
 
 TICK_S = 0.1
 WATCH_S = 1.0
 BEAT_S = 1.2
 GOODBYE_S = 5.0
+KILLED_S = 3.0  # from killing a step at the end of the attempt to leaving it to Slurm
+STATUS_S = 1.0
 COMING_S = 30.0  # what an agent may take to join before another one is started
 JOIN_GRACE_S = 3.0  # from the end of an agents' step until its silent nodes are looked at
 log = logging.getLogger(__name__)
-
-# what people read on the way; everything is in the event log
-SPOKEN = {
-    "attempt_start": "attempt {attempt} of job {job_id} on {nodes}",
-    "restore": "the ranks start from iteration {iteration}",
-    "restore_failed": "the ranks cannot start: {words}",
-    "set_aside": "WARNING: the shard of rank {rank}, iteration {iteration}, {words}; restored is {instead}",
-    "save_failed": "the checkpoint of iteration {iteration} failed: {words}",
-    "durable": "iteration {iteration} is durable ({seconds} s)",
-    "retention": "kept in {run_dir}: {words}; the others are deleted once a newer one is durable",
-    "prune_failed": "WARNING: old checkpoints could not be deleted: {words}",
-    "drain_failed": "the drain of iteration {iteration} failed: {words}",
-    "notice": "notice: {kind} ({source})",
-    "stop": "all ranks stop; iteration {iteration} is sealed",
-    "ranks_ended": "the ranks ended: {words}",
-    "restart": "starting the ranks again, {restart} of {of} without progress",
-    "agent_lost": "the agent of {node} is gone ({why}), starting another one",
-    "node_lost": "lost {nodes} ({why}); iteration {durable} is durable",
-    "held": "the job will be held: {reason}",
-    "requeue_intent": "asking for a new start: {reason}",
-    "requeued": "{words}",
-    "requeue_retry": "asking again: {words}",
-    "not_requeued": "{words}",
-    "no_requeue": "WARNING: this job cannot be requeued: {why}",
-    "warning": "WARNING: {words}",
-    "finished": "{words}",
-}
 
 
 class Engine(Protocol):
@@ -111,7 +88,9 @@ class Supervisor:
         engine: Recovery engine, None if there is none.
         watch: Looks at the job's deadline.
         cap_bytes_s: Bandwidth of drains while training.
+        drain_args: More arguments of drains.
         pruner: Deletes old checkpoints; None if nobody does.
+        late: Job that drains what this one leaves; None if there is none.
     """
 
     def __init__(
@@ -128,17 +107,21 @@ class Supervisor:
         engine: Engine | None = None,
         watch: Watch | None = None,
         cap_bytes_s: float | None = None,
+        drain_args: Sequence[str] = (),
         pruner: Pruner | None = None,
+        late: LateJob | None = None,
     ) -> None:
         self._job, self._command = job, tuple(command)
         self._policy, self._leader, self._cluster, self._starter = policy, leader, cluster, starter
         self._events, self._attempt, self._engine, self._watch = events, attempt, engine, watch
-        self._cap_bytes_s, self._pruner = cap_bytes_s, pruner
+        self._pruner, self._late_job = pruner, late
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._signals: deque[int] = deque()
         self._agents: list[Step] = []
         self._ranks: Step | None = None
-        self._mover: Step | None = None
+        self._movers = Lanes(
+            job, starter, cap_bytes_s=cap_bytes_s, drain_args=drain_args, say=self.report, put=self._inbox.put
+        )
         self._starting: tuple[float, int] | None = None
         self._present: set[str] = set()
         self._coming: dict[str, Step] = {}  # the newest start of a node's agent that was not the first
@@ -147,6 +130,7 @@ class Supervisor:
         self._hurry = threading.Event()  # a stop without a deadline was heard
         self._code: int | None = None
         self._cycle = 0
+        self._levels: dict[str, int] = {}
 
     def run(self) -> int:
         """Supervise until the attempt is over; returns the exit code."""
@@ -174,7 +158,20 @@ class Supervisor:
     # hearing
 
     def _hear(self, happened: m.Event) -> None:
+        match happened:
+            case m.Restored():
+                self._reached(local=happened.iteration, protected=happened.protected, durable=happened.durable)
+                if happened.iteration > happened.durable:
+                    self._may_leave_something()
+            case m.SealedAll():
+                self._reached(local=happened.iteration)
+                self._may_leave_something()
         self._do(self._policy.on(happened, time.monotonic()))
+
+    def _may_leave_something(self) -> None:
+        """There is a checkpoint that is not durable: whatever becomes of this job, somebody is to drain it."""
+        if self._late_job is not None and not self._late_job.released:
+            self._thread(self._late_job.needed, "late job")
 
     def _signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
@@ -197,7 +194,11 @@ class Supervisor:
             case e.Restored():
                 durable = newest_durable(self._job.run_dir, up_to=happened.iteration)
                 self._record(restored=happened.iteration)
-                return m.Restored(iteration=happened.iteration, cycle=happened.cycle, durable=durable)
+                return m.Restored(
+                    iteration=happened.iteration, cycle=happened.cycle, protected=happened.protected, durable=durable
+                )
+            case e.RebuildWanted():
+                return m.RebuildWanted(iteration=happened.iteration, nodes=happened.nodes)
             case e.RestoreFailed():
                 words = self._said_by(happened.rank, "cannot load its part") or happened.why
                 return m.RestoreFailed(why=happened.why, words=words, final=happened.final)
@@ -248,12 +249,6 @@ class Supervisor:
             at = self._leader.iteration or None
         self._leader.events.put(_Host(event=m.RanksEnded(verdict=verdict, at=at)))
 
-    def _mover_ended(self, iteration: int, code: int, lines: Sequence[str], seconds: float) -> None:
-        """Thread."""
-        last = last_json(lines)
-        words = "" if code == 0 else str(last.get("error") or next(reversed([*lines]), f"exit code {code}"))
-        self._inbox.put(m.MoverEnded(iteration=iteration, ok=code == 0, duration_s=seconds, words=words))
-
     def _agents_ended(self, nodes: Sequence[str], code: int, lines: Sequence[str]) -> None:
         """Thread. An srun may die and its agents live: only nodes whose agent is not heard are in question."""
         if code in FINAL and not self._present.intersection(nodes):
@@ -287,16 +282,30 @@ class Supervisor:
                     event(log, "kill_ranks", why=action.why)
                     if self._ranks is not None:
                         self._ranks.kill()
-                case m.Drain():
-                    self._drain(action)
+                case m.Drain() | m.Encode() | m.Rebuild() | m.Fetch():
+                    self._movers.start(action)
+                case m.HurryDrain():
+                    self._movers.hurry(action)
                 case m.CancelDrain():
-                    event(log, "cancel_drain", why=action.why)
-                    if self._mover is not None:
-                        self._mover.kill()
+                    self._movers.kill("drain", action.why)
+                case m.CancelEncode():
+                    self._movers.kill("encode", action.why)
+                case m.CancelRebuild():
+                    self._movers.kill("rebuild", action.why)
+                case m.CancelFetch():
+                    self._movers.kill("fetch", action.why)
                 case m.Prune():
                     self._thread(lambda action=action: self._prune(action), "prune")  # type: ignore[misc] # bound now
                 case m.TellDurable():
+                    self._reached(durable=action.iteration)
                     self._leader.durable(action.iteration, drain_s=action.seconds)
+                case m.TellProtected():
+                    self._reached(protected=action.iteration)
+                    self._leader.protected(action.iteration, encode_s=action.seconds)
+                case m.TellUnprotected():
+                    self._leader.unprotected(action.iteration)
+                case m.TellRebuilt():
+                    self._leader.rebuilt(action.iteration, ok=action.ok)
                 case m.Probe():
                     self._thread(lambda action=action: self._probe(action), "probe")  # type: ignore[misc] # bound now
                 case m.RestartAgent():
@@ -330,6 +339,11 @@ class Supervisor:
         except OSError as error:
             say(f"WARNING: cannot write the record of this attempt: {error}")
 
+    def _reached(self, **levels: int) -> None:
+        """Record the newest iteration at each level, for whoever looks at the job from outside."""
+        self._levels |= levels
+        self._record(levels=dict(self._levels))
+
     def _start_agents(self, cycle: int, nodes: Sequence[str]) -> Step:
         step = self._starter.agents(cycle, nodes, lambda code, lines: self._agents_ended(nodes, code, lines))
         self._agents.append(step)
@@ -357,16 +371,6 @@ class Supervisor:
         self._cycle = cycle
         self.report("cycle_start", cycle=cycle)
         self._ranks = self._starter.ranks(cycle, self._command, self._ranks_ended)
-
-    def _drain(self, action: m.Drain) -> None:
-        iteration = action.iteration
-        self._events.write("drain_start", iteration=iteration, capped=action.capped)
-        self._mover = self._starter.mover(
-            iteration,
-            self._cap_bytes_s if action.capped else None,
-            not action.capped,
-            lambda code, lines, seconds: self._mover_ended(iteration, code, lines, seconds),
-        )
 
     def _prune(self, action: m.Prune) -> None:
         """Thread: deleting large files may take its time."""
@@ -437,7 +441,8 @@ class Supervisor:
 
     def _finish(self, action: m.Finish) -> None:
         self._leader.goodbye()
-        for step in (self._ranks, self._mover):
+        self._movers.close(STATUS_S)
+        for step in (self._ranks, *self._movers.steps):
             if step is not None and step.running and not self._policy.handed_over:
                 step.kill()
         if action.done:
@@ -447,15 +452,21 @@ class Supervisor:
                     self._starter.mark(nodes, paths.continues(self._job.job_dir), "")
         if self._policy.handed_over:
             # Slurm is killing everything as it is; only our own ends of it could outlive that
-            for step in (*self._agents, self._ranks, self._mover):
+            for step in (*self._agents, self._ranks, *self._movers.steps):
                 if step is not None:
                     step.abandon()
             self._code = action.code
             return
-        limit = time.monotonic() + GOODBYE_S
-        for step in [step for step in (*self._agents, self._ranks, self._mover) if step is not None]:
-            if step.wait(max(0.0, limit - time.monotonic())) is None:
-                step.kill()
+        # what goes on, or even starts, when the batch script ends may keep Slurm from ending the job for a minute
+        left = [step for step in (*self._agents, self._ranks, *self._movers.steps) if step is not None]
+        for wait_s, last in ((GOODBYE_S, False), (KILLED_S, True)):
+            limit = time.monotonic() + wait_s
+            left = [step for step in left if step.wait(max(0.0, limit - time.monotonic())) is None]
+            for step in left:
+                if last:
+                    step.abandon()
+                else:
+                    step.kill()
         self._leader.close()
         self._record(outcome={"words": action.words, "code": action.code, "at_s": round(time.time(), 3)})
         self._code = action.code

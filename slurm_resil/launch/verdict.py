@@ -1,8 +1,8 @@
 """How the ranks ended: which rank failed first and how, from srun's own words. Pure.
 
 srun reports the end of tasks on its standard error, in the order in which it learns of them; lines of the tasks
-themselves carry a label (``-l``) and cannot be taken for srun's. After the first failure srun kills the rest
-(``--kill-on-bad-exit``), so only the first line names the culprit.
+themselves carry a label (``-l``) and cannot be taken for srun's. After the first failure the launcher kills the rest,
+so only the first line names the culprit.
 """
 
 from __future__ import annotations

@@ -110,7 +110,14 @@ def suspects(extra: str, said: str) -> list[str]:
     return found
 
 
-def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Version, extra: str = "") -> str:
+def topology_plugin(text: str) -> str:
+    """Which plugin a topology.conf is for; empty if there is none."""
+    return f"topology/{'block' if re.search('^ *BlockName=', text, re.M | re.I) else 'tree'}" if text else ""
+
+
+def slurm_conf(
+    spec: SandboxSpec, layout: Layout, at: Endpoints, version: Version, extra: str = "", topology: str = ""
+) -> str:
     """Render slurm.conf.
 
     Args:
@@ -119,6 +126,7 @@ def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Versio
         at: Addresses, ports, user.
         version: Slurm's.
         extra: Lines that come last. What they set is left out above: Slurm's commands complain about a key given twice.
+        topology: What is in topology.conf; empty: there is none.
     """
     theirs = _keys(extra)
     ctld_params = ["preempt_send_user_signal"] if spec.preempt_signal and version < (23, 2) else []
@@ -155,6 +163,7 @@ def slurm_conf(spec: SandboxSpec, layout: Layout, at: Endpoints, version: Versio
         "SchedulerParameters": _SCHEDULER,
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_CPU",
+        "TopologyPlugin": topology_plugin(topology),
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
         "PreemptParameters": "send_user_signal" if spec.preempt_signal and version >= (23, 2) else "",

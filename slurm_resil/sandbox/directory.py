@@ -14,7 +14,7 @@ from slurm_resil.sandbox import conf
 from slurm_resil.sandbox.spec import MARKER, USERS, Layout, SandboxSpec
 from slurm_resil.sandbox.teardown import is_sandbox
 
-_PATHS = ("dir", "prolog", "epilog", "slurm_conf_extra")
+_PATHS = ("dir", "prolog", "epilog", "slurm_conf_extra", "topology")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,10 @@ def fill(layout: Layout, record: Record) -> None:
         copy.chmod(0o755)
         plugins.append(" ".join((str(copy), *arguments)))
     extra = spec.slurm_conf_extra.read_text(encoding="utf-8") if spec.slurm_conf_extra is not None else ""
+    topology = {"topology.conf": spec.topology.read_text(encoding="utf-8")} if spec.topology is not None else {}
     files = {
-        "slurm.conf": conf.slurm_conf(spec, layout, at, version, extra),
+        **topology,
+        "slurm.conf": conf.slurm_conf(spec, layout, at, version, extra, topology.get("topology.conf", "")),
         "cgroup.conf": conf.cgroup_conf(version),
         "plugstack.conf": conf.plugstack_conf(tuple(plugins)),
         "passwd": conf.passwd(Path("/etc/passwd").read_text(encoding="utf-8"), layout),

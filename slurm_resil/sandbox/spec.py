@@ -52,6 +52,7 @@ class SandboxSpec:
         prolog: Program for ``Prolog``.
         epilog: Program for ``Epilog``.
         slurm_conf_extra: File whose lines come last in slurm.conf.
+        topology: A topology.conf, for topology/tree or topology/block.
         spank: SPANK plugins, each ``FILE [ARGS]``.
         rootless: Run without namespaces even as root.
         start_timeout_s: How long all nodes may take to become idle.
@@ -68,6 +69,7 @@ class SandboxSpec:
     prolog: Path | None = None
     epilog: Path | None = None
     slurm_conf_extra: Path | None = None
+    topology: Path | None = None
     spank: tuple[str, ...] = ()
     rootless: bool = False
     start_timeout_s: float = 60.0
@@ -92,9 +94,9 @@ class SandboxSpec:
         for name, path in (("prolog", self.prolog), ("epilog", self.epilog)):
             if path is not None and not (path.is_absolute() and os.access(path, os.X_OK) and path.is_file()):
                 faults.append(f"{name} {path} is not an executable file with an absolute path")
-        extra = self.slurm_conf_extra
-        if extra is not None and not (extra.is_file() and os.access(extra, os.R_OK)):
-            faults.append(f"the file for slurm.conf {extra} cannot be read")
+        for name, path in (("slurm.conf", self.slurm_conf_extra), ("topology.conf", self.topology)):
+            if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+                faults.append(f"the file for {name} {path} cannot be read")
         for entry in self.spank:
             words = entry.split()
             if not words or not os.path.isfile(words[0]):

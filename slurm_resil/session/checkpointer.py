@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, SupportsFloat, get_args
 
 from slurm_resil.agent import protocol as p
@@ -17,8 +17,10 @@ from slurm_resil.agent.seat import Kind, Seat
 from slurm_resil.agent.starter import AgentStarter
 from slurm_resil.ckpt.options import LoadOptions
 from slurm_resil.core import control, exits, fsio, paths
+from slurm_resil.core.background import Background, crew
 from slurm_resil.core.errors import DataError, NotRestoredError, ResilError, UsageError
 from slurm_resil.core.metrics import Metrics
+from slurm_resil.core.model import Levels
 from slurm_resil.session.saving import Saving
 from slurm_resil.session.store import Private, StateStore, slot_store
 
@@ -33,6 +35,7 @@ PREPARE_WAIT_S = 600.0  # for the agent to lay out the slots
 CLOSE_WAIT_S = 120.0  # at the end, for what is being sealed
 DRAINED_TRIES, DRAINED_PAUSE_S = 3, 1.0
 _POLL_S = 0.002
+_POLL_FAR_S = 0.02  # for what takes other processes
 _NEVER = 1 << 63
 _open: set[tuple[str, int]] = set()  # job's directory and rank of every Checkpointer of this process
 log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ class Checkpointer:
     def __init__(
         self,
         place: Place,
-        make_store: Callable[[int, Private, LoadOptions], StateStore],
+        make_store: Callable[[Sequence[Background], int, Private, LoadOptions], StateStore],
         *,
         every: int | None = None,
         backpressure: Backpressure = "skip",
@@ -78,6 +81,7 @@ class Checkpointer:
         self._every, self._backpressure, self._strict = every, backpressure, strict
         self._saving: Saving | None = None
         self._seat: Seat | None = None
+        self._closed = False
         self._lazy = lazy
         self._due = self._next = _NEVER  # of the cadence; and from where on step() looks further
         self._metrics = Metrics()
@@ -96,6 +100,7 @@ class Checkpointer:
             paths.agent_socket(place.job_dir), hello, timeout_s=AGENT_WAIT_S, appear=starter, alone=alone
         )
         _open.add(self._key)
+        self._helpers = crew("resil checks", place.ranks_per_node)
         # what step() touches; before restore() any proposal is far away
         self._words = memoryview(bytearray(control.HEAD_WORDS * control.WORD_BYTES)).cast("Q")
         self._words[control.PROPOSAL] = _NEVER
@@ -171,9 +176,11 @@ class Checkpointer:
                 is no other: the state may be changed in part, and the next start will not try that one again.
             ServiceError: Agent or other ranks were not heard in time.
         """
-        if self._seat is not None:
-            raise UsageError("restore() was called already")
-        store = self._make_store(self._link.page.slots, private, options or LoadOptions())
+        if self._closed or self._seat is not None:
+            raise UsageError("the Checkpointer is closed" if self._closed else "restore() was called already")
+        if private not in get_args(Private):
+            raise UsageError(f"private={private!r} is none of {', '.join(get_args(Private))}")
+        store = self._make_store(self._helpers, self._link.page.slots, private, options or LoadOptions())
         plan, iteration, touched = 0, 0, False
         while True:
             answer = self._link.restore(plan, timeout_s=timeout_s)
@@ -251,14 +258,25 @@ class Checkpointer:
 
         Raises:
             ResilError: With ``strict``: the save failed.
-            UsageError: The iteration is no whole number, or restore() was not called.
+            UsageError: The iteration is no whole number from 1 on, or a smaller one than before, or restore() was not
+                called.
         """
         self._started()
         try:
             iteration = operator.index(iteration)
-            self._words[self._at] = iteration
-        except (TypeError, ValueError) as error:
+        except TypeError as error:
             raise UsageError(f"save({iteration!r}): a whole number of complete iterations is needed") from error
+        if not 0 < iteration < _NEVER:
+            raise UsageError(
+                f"save({iteration}): a whole number of complete iterations is needed, from 1 on",
+                mend="count complete iterations: before the first there is nothing that a restore would not start with",
+            )
+        if iteration < self._words[self._at]:
+            raise UsageError(
+                f"save({iteration}) after iteration {self._words[self._at]}: iterations only rise",
+                mend="count them over the whole training, not within an epoch",
+            )
+        self._words[self._at] = iteration
         return self._save(iteration, wait_s=SLOT_WAIT_S)
 
     def prepare(self, *, timeout_s: float = PREPARE_WAIT_S) -> bool:
@@ -293,15 +311,34 @@ class Checkpointer:
         """
         self._metrics.add(values)
 
-    def wait(self, *, timeout_s: float) -> bool:
-        """Wait until all ranks have sealed the newest save of this rank; False if not in time, or given up."""
-        seat = self._started()
+    @property
+    def levels(self) -> Levels:
+        """The newest iteration of the run at each level of safety, as this node has heard; all 0 before restore()."""
+        return self._seat.levels if self._seat is not None else Levels()
+
+    def wait(self, *, timeout_s: float, level: p.Reached = "local") -> bool:
+        """Wait until the newest save of this rank, or a newer one, has reached a level.
+
+        Args:
+            timeout_s: Longest wait, seconds.
+            level: ``local``: all ranks have sealed it. ``protected``: it survives the loss of nodes, by redundancy or
+                because it is durable, whichever comes first; without redundancy the latter. ``durable``: it is on the
+                parallel file system, verified. The last two need the launcher, ``slurm-resil run``.
+
+        Returns:
+            False if not in time, or if the save was given up.
+        """
+        if level not in get_args(p.Reached):
+            raise UsageError(f"level={level!r} is none of {', '.join(get_args(p.Reached))}")
+        seat = self._started(closed=True)  # the agent goes on with it
         deadline = time.monotonic() + timeout_s
         assert self._saving is not None
-        while seat.sealed_all < self._saving.newest:
-            if seat.given_up >= self._saving.newest or time.monotonic() >= deadline:
+        newest = self._saving.newest
+        while (reached := seat.levels).local < newest or getattr(reached, level) < newest:
+            failed = seat.given_up >= newest > reached.local
+            if failed or time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if level == "local" else _POLL_FAR_S)
         return True
 
     def close(self, *, wait_s: float = CLOSE_WAIT_S) -> None:
@@ -314,7 +351,10 @@ class Checkpointer:
             if self._saving is not None:
                 self._saving.close(wait_s)
         finally:
+            self._closed, self._next = True, 0  # step() looks, and says so
             self._link.close()
+            for helper in self._helpers:
+                helper.close()
             _open.discard(self._key)
 
     def __enter__(self) -> Checkpointer:
@@ -364,7 +404,9 @@ class Checkpointer:
         self._set_due(start)
         self._next = start + 1  # to prepare the slots
 
-    def _started(self) -> Seat:
+    def _started(self, *, closed: bool = False) -> Seat:
+        if self._closed and not closed:
+            raise UsageError("the Checkpointer is closed", mend="make another one, and restore() with it")
         if self._seat is None:
             raise UsageError("restore() must be called first, on all ranks", mend="it returns 0 for a fresh start")
         return self._seat

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from typing import get_args
+from typing import Any, get_args
 
 from slurm_resil.ckpt import saved, seal
 from slurm_resil.ckpt.flatten import flatten
@@ -46,7 +46,8 @@ class Handle:
         path: Directory of this save.
         staged: Done when the tensors may change again. Gives None.
         local: Done when this rank's shard is sealed in the burst buffer. Gives None.
-        protected: Raises ServiceError: other nodes keep copies only in a job under the launcher.
+        protected: Done when this rank's shard survives the loss of this node. Nobody keeps copies on other nodes for
+            ``async_save``, so that is when it is durable. Gives None.
         durable: Done when this rank's shard is in ``path``, read back and compared with its hashes. Gives ``path``.
     """
 
@@ -57,12 +58,11 @@ class Handle:
         self.local: Future[None] = Future()
         self.protected: Future[None] = Future()
         self.durable: Future[str] = Future()
-        self.protected.set_exception(
-            ServiceError(
-                "async_save alone protects nothing against the loss of a node",
-                mend="use a Checkpointer in a job started with `slurm-resil run`, or wait for durable",
-            )
-        )
+
+    def __repr__(self) -> str:
+        """Where the save is, and the levels that it has reached."""
+        levels = [name for name in ("staged", "local", "protected", "durable") if _done(getattr(self, name))]
+        return f"<save of iteration {self.iteration} in {self.path}: {', '.join(levels) or 'no level reached'}>"
 
     def complete(self) -> bool:
         """Whether the shards of all ranks are durable: from then on this checkpoint is the one that is loaded."""
@@ -77,11 +77,15 @@ class Handle:
         else:
             told = ResilError(f"{about}: {error!r}", path=self.path)
             told.__cause__ = error
-        for future in (self.staged, self.local, self.durable):
+        for future in (self.staged, self.local, self.protected, self.durable):
             if not future.done():
                 future.set_exception(told)
         log.error("slurm-resil: %s", told)
         return told
+
+
+def _done(level: Future[Any]) -> bool:
+    return level.done() and level.exception() is None
 
 
 def async_save(
@@ -191,6 +195,7 @@ class _Saver:
             sealed = seal.seal(self._dir, draft)
             handle.local.set_result(None)
             saved.copy_slot(self._dir, sealed, save)
+            handle.protected.set_result(None)
             handle.durable.set_result(save.path)
         except Exception as error:  # noqa: BLE001 -- top of the background: the handle has it
             handle._failed(error)

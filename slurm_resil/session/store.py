@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from slurm_resil.agent.place import Place
 from slurm_resil.ckpt.options import LoadOptions
+from slurm_resil.core.background import Background
 
 Private = Literal["error", "fresh", "rank_mod"]
 
@@ -40,13 +41,26 @@ class StateStore(Protocol):
 
 
 def slot_store(
-    place: Place, state: Mapping[str, object], slots: int, private: Private, options: LoadOptions
+    place: Place,
+    state: Mapping[str, object],
+    helpers: Sequence[Background],
+    slots: int,
+    private: Private,
+    options: LoadOptions,
 ) -> StateStore:
     """Make the real one; here torch is imported.
 
+    Args:
+        place: This rank's.
+        state: What is saved.
+        helpers: Threads that verify beside the one that restores.
+        slots: Number of slots.
+        private: As for ``Checkpointer.restore``.
+        options: As for ``Checkpointer.restore``.
+
     Raises:
         StateError: Something in the state cannot be stored.
-        SpaceError: The burst buffer is too small for it.
+        CapacityError: The burst buffer is too small for it.
     """
     from slurm_resil.catalog import LocalCatalog, RunCatalog
     from slurm_resil.ckpt.store import SlotStore
@@ -63,6 +77,7 @@ def slot_store(
         slots=slots,
         private=private,
         options=options,
+        helpers=helpers,
         shard=lambda iteration: local.load(iteration, place.rank),
         shards=local.all_ranks,
         drained=RunCatalog(place.run_dir, run_id=place.info.run_id).load,
