@@ -33,6 +33,7 @@ ClusterShell<2
 h5py<4
 numpy<3
 rich<16
+safetensors<1
 xxhash<5
 mpi4py<5
 mpich<6
@@ -111,7 +112,7 @@ import tomllib
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)
 names = list(project["build-system"]["requires"]) + list(project["project"]["dependencies"])
-for extra in ("torch", "mpi", "dev"):
+for extra in ("torch", "mpi", "export", "dev"):
     names += project["project"]["optional-dependencies"][extra]
 print("\n".join(names))
 PYTHON

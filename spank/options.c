@@ -4,11 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #define VALUE_MAX 1024
 #define YEAR_S (366 * 86400L) /* as in slurm_resil.core.units */
 
-enum { RESIL, PREFIX, EVERY, INTERVAL, LEAD, RUN_ID, OPTIONS };
+enum { RESIL, PREFIX, EVERY, INTERVAL, LEAD, RUN_ID, REDUNDANCY, OPTIONS };
 
 struct resil_option {
 	const char *variable;
@@ -59,6 +60,51 @@ static int valid_name(const char *value)
 	return 1;
 }
 
+/* A number of at most `most` digits, from 1 to `limit`; returns what follows, NULL if there is none. */
+static const char *after_number(const char *at, size_t most, long limit)
+{
+	size_t digits = strspn(at, "0123456789");
+
+	if (digits == 0 || digits > most || strspn(at, "0") == digits || strtol(at, NULL, 10) > limit)
+		return NULL;
+	return at + digits;
+}
+
+/* An entry of a list of schemes as core.protection reads it: xor, rs:2/10, drain every 20; returns what follows. */
+static const char *after_entry(const char *at)
+{
+	static const char *const names[] = { "auto", "single", "xor", "drain", "partner", "rs", NULL };
+	enum { AUTO, SINGLE, XOR, DRAIN, PARTNER, RS };
+	size_t length = 0;
+	int kind;
+
+	at += strspn(at, " ");
+	for (kind = 0; names[kind]; kind++) {
+		length = strlen(names[kind]);
+		if (!strncasecmp(at, names[kind], length) && !isalpha((unsigned char)at[length]))
+			break;
+	}
+	if (!names[kind])
+		return NULL;
+	at += length;
+	if (*at == ':' && (kind < PARTNER || !(at = after_number(at + 1, 9, 16))))
+		return NULL;
+	length = strspn(at, " ");
+	if (kind != AUTO && at[length] == '/')
+		at = after_number(at + length + 1 + strspn(at + length + 1, " "), 9, 1000000);
+	else if (kind != AUTO && length && !strncasecmp(at + length, "every ", 6))
+		at = after_number(at + length + 6 + strspn(at + length + 6, " "), 9, 1000000);
+	return at ? at + strspn(at, " ") : NULL;
+}
+
+/* Each entry for itself; whether they go together is said by `slurm-resil run`. */
+static int valid_redundancy(const char *value)
+{
+	while ((value = after_entry(value)) && *value == ',')
+		value++;
+	return value && !*value;
+}
+
 static struct resil_option options[OPTIONS] = {
 	[RESIL] = { "SLURM_RESIL", valid_switch, "--resil or --resil=off", 0, "" },
 	[PREFIX] = { "SLURM_RESIL_PREFIX", valid_path, "--resil-prefix=/scratch/me/runs", 0, "" },
@@ -66,6 +112,7 @@ static struct resil_option options[OPTIONS] = {
 	[INTERVAL] = { "SLURM_RESIL_INTERVAL", valid_duration, "--resil-interval=10min", 0, "" },
 	[LEAD] = { "SLURM_RESIL_LEAD", valid_duration, "--resil-lead=90s", 0, "" },
 	[RUN_ID] = { "SLURM_RESIL_RUN_ID", valid_name, "--resil-run-id=llama-3", 0, "" },
+	[REDUNDANCY] = { "SLURM_RESIL_REDUNDANCY", valid_redundancy, "--resil-redundancy=xor,rs:2/10", 0, "" },
 };
 
 /* Slurm may call this more than once for one option: the last call counts. */
@@ -109,6 +156,8 @@ static struct spank_option table[] = {
 	{ (char *)"resil-interval", (char *)"DURATION", (char *)"checkpoint every so often", 1, INTERVAL, take },
 	{ (char *)"resil-lead", (char *)"DURATION", (char *)"time to save before a deadline", 1, LEAD, take },
 	{ (char *)"resil-run-id", (char *)"NAME", (char *)"name of the run over all its requeues", 1, RUN_ID, take },
+	{ (char *)"resil-redundancy", (char *)"SCHEMES", (char *)"how nodes protect each other's checkpoints", 1,
+	  REDUNDANCY, take },
 	SPANK_OPTIONS_TABLE_END
 };
 
