@@ -4,7 +4,7 @@
 #   tests/run.sh [--full] [--serial] [arguments for pytest]
 #
 # --serial runs one part after the other, which takes longer and leaves more time to each test.
-# --full adds the long campaigns. Without it this takes under 25 minutes on two cores. Needs root on Debian 12 or 13,
+# --full adds the long campaigns. Without it this takes about 40 minutes on two cores. Needs root on Debian 12 or 13,
 # see jobscripts/bootstrap.sh; sandboxes that a failing or interrupted test left behind are taken down at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

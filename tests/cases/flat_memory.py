@@ -5,6 +5,7 @@ Usage: flat_memory.py DIRECTORY. A process of its own, so that nothing but the s
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -25,6 +26,7 @@ BIG = 4 << 20  # elements of 4 bytes
 def facts(job: str, arena: Arena) -> dict[str, int]:
     for slot in arena._slots.values():
         bytes(slot.map[:: mmap.PAGESIZE])  # a host that needs memory takes mapped pages away: what is held is counted
+    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of tensors that are gone differs from time to time
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     return {"rss": rss, "maps": maps, "fds": len(os.listdir("/proc/self/fd")), "files": len(os.listdir(f"{job}/slots"))}

@@ -6,11 +6,12 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from looks import look
 
 from slurm_resil.sandbox import Sandbox, SandboxSpec
 from slurm_resil.sandbox.teardown import tear_down
@@ -32,6 +33,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if why and item.get_closest_marker("cluster"):
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the sandboxes of a test that has failed, while they are as they were then."""
+    report = yield
+    if report.failed:
+        values = getattr(item, "funcargs", {}).values()
+        found = {id(value): value for value in (getattr(value, "sandbox", value) for value in values)}
+        for sandbox in found.values():
+            if isinstance(sandbox, Sandbox) and sandbox.layout.info.exists():
+                report.sections.append((f"Sandbox {sandbox.spec.dir}", look(sandbox)))
+    return report
 
 
 @pytest.fixture(scope="session")

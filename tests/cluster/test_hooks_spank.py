@@ -19,6 +19,7 @@ import pytest
 import story
 
 from slurm_resil.hooks.command import command
+from slurm_resil.recovery.actions import SETTLE_S
 from slurm_resil.sandbox import Sandbox
 
 pytestmark = pytest.mark.cluster
@@ -138,7 +139,7 @@ def test_doctor_finds_slurm_and_the_plugin(site: Site) -> None:
 
 def test_options_become_the_environment_of_script_and_tasks(site: Site) -> None:
     options = ("--resil", "--resil-prefix=/scratch/a b", "--resil-every=500", "--resil-interval=10min")
-    options += ("--resil-lead=90s", "--resil-run-id=llama-3")
+    options += ("--resil-lead=90s", "--resil-run-id=llama-3", "--resil-redundancy=xor, rs:2 every 10,drain/20")
     _, out = site.job(f"{SAY}\nsrun -n1 -N1 bash -c '{SAY}'", *options)
     expected = {
         "SLURM_RESIL=1",
@@ -147,10 +148,11 @@ def test_options_become_the_environment_of_script_and_tasks(site: Site) -> None:
         "SLURM_RESIL_INTERVAL=10min",
         "SLURM_RESIL_LEAD=90s",
         "SLURM_RESIL_RUN_ID=llama-3",
+        "SLURM_RESIL_REDUNDANCY=xor, rs:2 every 10,drain/20",
     }
     lines = out.splitlines()
-    assert len(lines) == 12
-    assert (set(lines[:6]), set(lines[6:])) == (expected, expected)
+    assert len(lines) == 14
+    assert (set(lines[:7]), set(lines[7:])) == (expected, expected)
 
 
 @pytest.mark.parametrize("options", [(), ("--resil=off",), ("--resil=off", "--resil-every=5")])
@@ -186,6 +188,8 @@ def test_another_option_implies_the_feature(site: Site) -> None:
         ("--resil-lead=soon", "--resil-lead=90s"),
         ("--resil-prefix=runs", "--resil-prefix=/scratch"),
         ("--resil-run-id=../up", "--resil-run-id=llama-3"),
+        ("--resil-redundancy=raid", "--resil-redundancy=xor,rs:2/10"),
+        ("--resil-redundancy=xor,rs:2/0", "--resil-redundancy=xor,rs:2/10"),
     ],
 )
 def test_a_bad_value_is_refused_before_there_is_a_job(site: Site, option: str, example: str) -> None:
@@ -242,6 +246,7 @@ srun --ntasks-per-node=1 bash -c 'cat note; rm continue.json'"""
     ):
         assert time.monotonic() < deadline, said
         time.sleep(0.3)
+    time.sleep(SETTLE_S)  # within the second of the kill slurmd takes it for what was killed, and fails it
     site.sandbox.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
     site.sandbox.run(["scontrol", "release", str(job)])
     site.wait_over(job)

@@ -22,6 +22,7 @@ from slurm_resil.sandbox.procs import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drain"))
 
+from owners import own
 from shardworld import ITERATION, World, build
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mpi]
@@ -56,14 +57,6 @@ def world(two_nodes: Sandbox) -> Iterator[World]:
             os.kill(pid, signal.SIGKILL)
     for top in (root, *map(Path, made.job_dirs)):
         shutil.rmtree(top, ignore_errors=True)
-
-
-def own(cluster: Sandbox, top: Path) -> None:
-    """Give a tree to alice; numbers, because this host does not know her."""
-    uid, gid = (int(cluster.run(["id", flag, "alice"]).stdout) for flag in ("-u", "-g"))
-    for where, _, names in os.walk(top):
-        for name in (".", *names):
-            os.chown(os.path.join(where, name), uid, gid)
 
 
 def argv(cluster: Sandbox, world: World, *options: str) -> list[str]:
@@ -172,7 +165,7 @@ def test_a_mover_killed_on_one_node_and_the_next_drain(two_nodes, world, victim)
     world.check()
 
 
-def test_scancel_with_sigterm_leaves_nothing(two_nodes, world):
+def test_scancel_with_sigterm_publishes_nothing_and_the_next_drain_goes_on(two_nodes, world):
     process = start(two_nodes, world, "drain.round:stop@2")
     wait_both_stopped(two_nodes, world)
     job = two_nodes.run(["squeue", "-h", "-o", "%i", "-u", "alice"]).stdout.split()[0]
@@ -182,7 +175,11 @@ def test_scancel_with_sigterm_leaves_nothing(two_nodes, world):
     code, out, err = end(process)
     assert code == 75, err
     assert json.loads(out.splitlines()[-1])["event"] == "failed"
-    assert world.published() == [] and world.leftovers() == []
+    assert world.published() == []
+    done = drain(two_nodes, world)
+    assert done.returncode == 0, done.stderr
+    assert world.leftovers() == []
+    world.check()
 
 
 def test_a_lease_of_a_node_that_is_gone_is_waited_out(two_nodes, world):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,43 @@ def check_missing_file(comm: Communicator, root: Path) -> None:
         comm.open(str(root / "nowhere" / "file"), {})
     with pytest.raises(ResilError, match=r"opening it: .*nowhere"), agreed(comm, "opening it"):
         comm.open(str(root / "nowhere" / "file"), {})
+
+
+def check_transfers(comm: Communicator, root: Path) -> None:
+    """All to all, in order between two ranks, waited for in any order, oneself among them."""
+    rng = np.random.default_rng(comm.rank)
+    sizes = (1, 300_000, 7)
+    out = [np.full(size, comm.rank * comm.size + to, np.uint8) for to in range(comm.size) for size in sizes]
+    into = [np.zeros(size, np.uint8) for _ in range(comm.size) for size in sizes]
+    receiving = [comm.irecv(into[3 * source + part], source) for source in range(comm.size) for part in range(3)]
+    sending = [comm.isend(out[3 * to + part], to) for to in range(comm.size) for part in range(3)]
+    waits = [*receiving, *sending]
+    for index in rng.permutation(len(waits)):
+        waits[index].wait()
+    for source in range(comm.size):
+        for part in range(3):
+            assert (into[3 * source + part] == source * comm.size + comm.rank).all()
+            assert into[3 * source + part].size == sizes[part]
+
+
+def check_transfers_pass_a_rank_that_is_late(comm: Communicator, root: Path) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    buffer = np.zeros(9, np.uint8)
+    if comm.rank == 0:
+        time.sleep(0.05)
+    receiving = comm.irecv(buffer, before)
+    comm.isend(np.full(9, comm.rank, np.uint8), after).wait()
+    receiving.wait()
+    assert (buffer == before).all()
+
+
+def check_a_message_of_another_size_is_an_error(comm: Communicator, root: Path) -> None:
+    for nbytes in (3, 7):
+        receiving = comm.irecv(np.zeros(4, np.uint8), comm.rank)
+        sending = comm.isend(np.zeros(nbytes, np.uint8), comm.rank)
+        with pytest.raises(ValueError, match="a message of"):
+            receiving.wait()
+        sending.wait()
 
 
 def make(comm: Communicator, path: Path, size: int) -> str:

@@ -63,6 +63,10 @@ class World(Parts):
         if self.leader is not None and self.left["leader"]:
             yield ("leader dies", -1)
             yield from (("leader dies", node) for node, end in self.ups if end.other.inbox)
+        if self.encode is not None and self.left["stop"]:
+            yield ("encode stops",)
+        if self.left["drain"] and self.told.announced > self.told.durable:
+            yield ("durable",)
         for node, disk in enumerate(self.disks):
             if disk.pinned:
                 yield ("unpin", node)
@@ -97,11 +101,22 @@ class World(Parts):
                 yield ("closed", node)
         if self.leader is None:
             yield ("leader starts",)
+        yield from self._of_encode()
         for number, (_, end) in enumerate(self.ups):
             if end.inbox or end.closed:
                 yield ("up", number)
         if self.leader is not None and any(not rank.alive for rank in self.ranks):
             yield ("cycle",)
+
+    def _of_encode(self) -> Iterator[Event]:
+        """What the launcher does: the newest that all have sealed is encoded, or it is said that it will not be."""
+        if self.encode is not None:
+            left = set(range(self.bounds.nodes)) - self.encode[1]
+            yield from (("publish", node) for node in left)
+            if not left:
+                yield ("encoded",)
+        elif self.encodes and self.told.announced > self.judged and self.leader is not None:
+            yield ("encode",) if self.left["encode"] else ("not encoded",)
 
     def _of_rank(self, rank: Rank) -> Iterator[Event]:
         if not rank.alive:
@@ -240,6 +255,59 @@ class World(Parts):
             self.leader._gone(end)
             self.leader._turn(w.CLOCK.now)
 
+    def _on_encode(self) -> None:
+        """All movers hold the shards, or one of them finds that they are gone."""
+        self.left["encode"] -= 1
+        iteration = self.told.announced
+        if not all(self.shards(node, iteration) for node in range(self.bounds.nodes)):
+            self._on_not_encoded()
+            return
+        self.encode = (iteration, set())
+        for disk in self.disks:
+            disk.held.add(iteration)
+
+    def _on_publish(self, node: int) -> None:
+        """The last one to publish is the end of the movers: nobody has heard of it yet."""
+        assert self.encode is not None
+        iteration, published = self.encode
+        published.add(node)
+        self.disks[node].encoded[iteration] = self.shards(node, iteration)
+        if len(published) == self.bounds.nodes:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for disk in self.disks:
+            disk.held.clear()
+
+    def _on_encoded(self) -> None:
+        assert self.encode is not None
+        iteration, self.encode = self.encode[0], None
+        self.judged = max(self.judged, iteration)
+        self.told.protected = max(self.told.protected, iteration)
+        self.leader.protected(iteration)
+
+    def _on_not_encoded(self) -> None:
+        self.judged = self.told.announced
+        self._unprotected(self.judged)
+
+    def _on_encode_stops(self) -> None:
+        assert self.encode is not None
+        self.left["stop"] -= 1
+        iteration, self.encode = self.encode[0], None
+        self._let_go()
+        self.judged = max(self.judged, iteration)
+        self._unprotected(iteration)
+
+    def _unprotected(self, iteration: int) -> None:
+        if self.bounds.slots == 2:
+            self.told.protected = 0  # there is no room for it and for the next saves
+        self.leader.unprotected(iteration)
+
+    def _on_durable(self) -> None:
+        self.left["drain"] -= 1
+        self.told.durable = self.told.announced
+        self.leader.durable(self.told.durable)
+
     def _on_rank_dies(self, number: int) -> None:
         self.left["rank"] -= 1
         self._bury(self.ranks[number])
@@ -262,10 +330,16 @@ class World(Parts):
         for rank in self.ranks:
             if rank.alive:
                 self._bury(rank)
+        self._cancel()
         self.cycle += 1
         self.past += 1
         self._new_ranks()
         self.leader.start_cycle(self.cycle)
+
+    def _cancel(self) -> None:
+        """The launcher kills an encode; what is restored will be encoded anew."""
+        self._let_go()
+        self.encode, self.judged = None, self.told.protected
 
     def _on_agent_dies(self, node: int, lost: bool) -> None:
         """``lost``: what it has sent and nobody has received yet goes with it."""
@@ -289,7 +363,9 @@ class World(Parts):
                 self._bury(rank)
         self._on_agent_dies(node, True)
         self.disks[node], self.pages[node] = w.Disk(), None
-        self.told.announced, self.whole_from = 0, self.cycle + 1
+        self._cancel()
+        self.told.announced = self.told.protected = self.judged = 0
+        self.whole_from = self.cycle + 1
 
     def _on_agent_starts(self, node: int) -> None:
         self._new_agent(node)
@@ -298,6 +374,7 @@ class World(Parts):
         """``lost``: node to which what was said last does not get any more."""
         self.left["leader"] -= 1
         self.leader = None
+        self._cancel()
         for node, end in self.ups:
             end.close()
             if node == lost:

@@ -32,7 +32,8 @@ class Bounds:
         warm: Iterations that are over, with all that belongs to them, when it begins.
         deaths: How often each may die: ``rank``, ``agent``, ``leader``; ``slow``: how often a rank does not wait
             for an answer any longer; ``pin``: how often somebody comes to read an iteration; ``node``: how often one
-            is lost with all that is on it; ``io``: how often a shard cannot be sealed.
+            is lost with all that is on it; ``io``: how often a shard cannot be sealed; ``encode``: how often what is
+            sealed is encoded, ``stop``: how often that does not come to its end; ``drain``: how often one is durable.
     """
 
     nodes: int = 2
@@ -79,7 +80,11 @@ class Parts:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.left = {"rank": 0, "agent": 0, "leader": 0, "slow": 0, "pin": 0, "node": 0, "io": 0, **dict(bounds.deaths)}
+        names = ("rank", "agent", "leader", "slow", "pin", "node", "io", "encode", "stop", "drain")
+        self.left = dict.fromkeys(names, 0) | dict(bounds.deaths)
+        self.encodes = self.left["encode"] > 0
+        self.encode: tuple[int, set[int]] | None = None  # iteration, and the nodes that have published their part
+        self.judged = 0  # newest iteration that is known to be protected, or not to be
         self.notices = bounds.notices
         nodes = range(bounds.nodes)
         self.disks = [w.Disk() for _ in nodes]
@@ -297,6 +302,7 @@ class Parts:
         newest = self.restorable()
         if newest < self.told.announced:
             raise ViolationError(f"iteration {self.told.announced} was announced, {newest} can be restored")
+        self._check_protected()
         for page in self.pages:
             if page is not None and page.words[c.CYCLE] > self.whole_from and page.words[c.SEALED_ALL] > newest:
                 raise ViolationError(f"a page says that {page.words[c.SEALED_ALL]} is sealed, {newest} can be restored")
@@ -308,6 +314,31 @@ class Parts:
             raise ViolationError(f"committed here and aborted there: {heard}")
         if len({rank.loaded for rank in self.ranks if rank.state != "new"}) > 1:
             raise ViolationError(f"restored is a mix: {[rank.loaded for rank in self.ranks]}")
+
+    def _check_protected(self) -> None:
+        """What was called protected is on all nodes, shards and redundancy, so that any one of them may be lost."""
+        protected = self.told.protected
+        if protected <= self.told.durable:
+            return
+        for node, disk in enumerate(self.disks):
+            made_of = self.shards(node, protected)
+            if not made_of or disk.encoded.get(protected) != made_of:
+                raise ViolationError(f"iteration {protected} is protected, and node {node} has given it away")
+            for iteration, made_of in disk.encoded.items():
+                shards = self.shards(node, iteration)
+                if shards and shards != made_of:
+                    raise ViolationError(f"node {node}: redundancy of iteration {iteration} is of another past")
+
+    def shards(self, node: int, iteration: int) -> tuple[int, ...]:
+        """Generations of the shards of an iteration that a node has; empty unless it has all."""
+        disk, found = self.disks[node], []
+        for rank in self.ranks:
+            if rank.node == node:
+                manifest = disk.manifests.get((iteration, rank.rank))
+                if manifest is None:
+                    return ()
+                found.append(manifest.generation)
+        return tuple(found)
 
     def restorable(self) -> int:
         """Newest iteration that all ranks could restore if everything died now, all of the same past."""

@@ -5,6 +5,7 @@ Everything else is the real thing: agents, leader and ranks are processes, `pyth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ STATE_BYTES = 64 << 10
 class RawStore:
     """The agent's side."""
 
-    def __init__(self, job_dir: str) -> None:
+    def __init__(self, job_dir: str, node_rank: int = 0) -> None:
         self.job_dir = job_dir
 
     def sealed(self) -> dict[int, dict[int, str]]:
@@ -64,6 +65,12 @@ class RawStore:
         os.replace(source, target)
         return target
 
+    def encoded(self) -> set[int]:
+        return set()
+
+    def forget(self, iteration: int) -> None:
+        return
+
 
 class RawState:
     """The rank's side: bytes that follow from the iteration and the bytes before."""
@@ -74,8 +81,12 @@ class RawState:
         self.loaded: list[tuple[str, int]] = []
         self.written = 0
 
+    def store(self, *_: object) -> Any:
+        """What a Checkpointer makes of it."""
+        return self
+
     def train(self, iteration: int) -> None:
-        block = hashlib.blake2b(self.data + f"{iteration} {self.place.rank}".encode()).digest()
+        block = hashlib.blake2b(bytes(self.data) + f"{iteration} {self.place.rank}".encode()).digest()
         self.data = block * (STATE_BYTES // len(block))
 
     def write(self, index: int, iteration: int) -> str:
@@ -103,7 +114,7 @@ class RawState:
         return draft.to_wire(manifest, description, ())
 
     def start(self, index: int, iteration: int) -> Callable[[], str]:
-        raise NotImplementedError
+        raise NotImplementedError("one array is copied at once: these programs save eagerly only")
 
     def want(self) -> str:
         return "raw"
@@ -122,7 +133,7 @@ class RawState:
         self._check(data, manifest.items[0].xxh3)
 
     def load_shards(self, iteration: int) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("as many ranks as have saved start again in these programs")
 
     def load_drained(self, iteration: int) -> None:
         raw = json.loads(Path(paths.drained_manifest(self.place.run_dir, iteration)).read_text())
@@ -133,6 +144,35 @@ class RawState:
         if digest(data) != expected:
             raise DataError("the bytes do not match their hash")
         self.data = data
+
+
+class RealState(RawState):
+    """The same bytes as an array in real slots."""
+
+    def __init__(self, place: Place) -> None:
+        import numpy as np
+
+        super().__init__(place)
+        self.data: Any = np.zeros(STATE_BYTES, np.uint8)
+
+    def store(self, *said: Any) -> Any:
+        from slurm_resil.session.store import slot_store
+
+        made = slot_store(self.place, {"data": self.data}, *said)
+        for tier in ("local", "drained"):
+            setattr(made, f"load_{tier}", functools.partial(self._load, tier, getattr(made, f"load_{tier}")))
+        return made
+
+    def _load(self, tier: str, load: Callable[[int], None], iteration: int) -> None:
+        self.loaded.append((tier, iteration))
+        load(iteration)
+
+    def train(self, iteration: int) -> None:
+        before = self.data
+        self.data = before.tobytes()
+        super().train(iteration)
+        before[:] = bytearray(self.data)
+        self.data = before
 
 
 def agent(raw: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from raw import RawState
+from raw import RawState, RealState
 
 from slurm_resil.agent.place import from_env
 from slurm_resil.format.manifest import digest
@@ -62,16 +62,21 @@ def main() -> int:
     parser.add_argument("--fail", action="append", default=[], help="RANK:ITERATION:CODE[:once]; CODE -9: by SIGKILL")
     parser.add_argument("--deaf-from", type=int, help="stop calling step() at this iteration: as if blocked")
     parser.add_argument("--linger", action="store_true", help="do not end after a stop")
+    parser.add_argument("--await", dest="go", type=Path, help="restore only once this file is there")
+    parser.add_argument("--real", action="store_true", help="real slots, and so real movers")
     options = parser.parse_args()
     place = from_env(os.environ)
-    state = RawState(place)
+    state = RealState(place) if options.real else RawState(place)
     fails = [fail.split(":") for fail in options.fail]
 
     def say(**fields: object) -> None:
         sys.stdout.write(json.dumps({"rank": place.rank, "node": place.node, **fields}) + "\n")  # one write
         sys.stdout.flush()
 
-    with Checkpointer(place, lambda *_: state, every=place.every) as checkpointer:
+    limit = time.monotonic() + 120
+    while options.go is not None and not options.go.exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    with Checkpointer(place, state.store, every=place.every) as checkpointer:
         start = checkpointer.restore(timeout_s=60)
         together = Together(place.rank, place.info.world_size)
         say(start=start, loaded=state.loaded, cycle=place.info.cycle, attempt=place.info.attempt, pid=os.getpid())
@@ -93,7 +98,7 @@ def main() -> int:
                 while options.linger:
                     signal.pause()
                 return 0
-        say(finished=options.iterations, digest=digest(state.data))
+        say(finished=options.iterations, digest=digest(bytes(state.data)))
     return 0
 
 

@@ -6,7 +6,7 @@ everything died at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import model as m
 import pytest
@@ -15,8 +15,10 @@ import world as w
 from slurm_resil.agent.ballot import Ballot
 from slurm_resil.agent.decisions import Decisions
 from slurm_resil.agent.desk import Desk
+from slurm_resil.agent.keeping import Keeping
 from slurm_resil.agent.leader import Leader
 from slurm_resil.agent.protocol import Propose, Vote
+from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.saves import Saves
 from slurm_resil.agent.slots import Slots
 from slurm_resil.core import control as c
@@ -25,6 +27,9 @@ CADENCE = m.Bounds(iterations=4, warm=2)  # the slots are in use when it begins
 THREE = m.Bounds(iterations=5, warm=3, slots=3)
 NOTICE = m.Bounds(every=0, notices=1, iterations=3)
 RACE = m.Bounds(every=0, notices=1, iterations=2, buffered=True)
+# the three that were saved before it begins are encoded
+ENCODE = m.Bounds(iterations=6, warm=3, slots=3, deaths=(("encode", 6),))
+ENCODE_TWO = m.replace(ENCODE, iterations=5, slots=2)
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def dying(bounds: m.Bounds, **deaths: int) -> m.Bounds:
-    return m.replace(bounds, deaths=tuple(deaths.items()))
+    return m.replace(bounds, deaths=tuple((dict(bounds.deaths) | deaths).items()))
 
 
 WORLDS = {
@@ -53,6 +58,16 @@ WORLDS = {
     "notice, an agent dies": dying(NOTICE, agent=1),
     "notice, the leader dies": dying(NOTICE, leader=1),
     "notice, leader and agent die": dying(NOTICE, leader=1, agent=1),
+    "encode, three slots": ENCODE,
+    "encode, two slots": ENCODE_TWO,
+    "encode, two slots, not the newest": dying(ENCODE_TWO, encode=4),
+    "encode, it stops": dying(ENCODE, stop=2),
+    "encode, two slots, it stops": dying(ENCODE_TWO, stop=1),
+    "encode, somebody reads": dying(ENCODE, pin=1),
+    "encode, and drain": dying(ENCODE, drain=1),
+    "encode, a rank dies": dying(ENCODE, rank=1),
+    "encode, an agent dies": dying(ENCODE, agent=1),
+    "encode, a node is lost": dying(ENCODE, node=1),
     "notice, two ranks on a node": m.replace(NOTICE, nodes=1, per_node=2, iterations=2),
 }
 WHOLE = {"cadence, two slots", "cadence, three slots", "notice, two ranks on a node"}
@@ -82,7 +97,7 @@ def test_what_must_hold_holds_everywhere(name: str) -> None:
 
 
 def all_but(iteration: int, desk: Desk) -> bool:
-    return iteration <= max(desk.sealed_all, desk._restored)
+    return iteration <= max(desk.sealed_all, desk.keeping.restored)
 
 
 class Blind(Ballot):
@@ -96,12 +111,12 @@ class Blind(Ballot):
 
 
 def the_newest_is_given_away(patch: pytest.MonkeyPatch) -> m.Bounds:
-    patch.setattr(Desk, "_expendable", lambda self, iteration: all_but(iteration, self))
+    patch.setattr(Desk, "_expendable", lambda self, *_, **__: lambda iteration: all_but(iteration, self))
     return CADENCE
 
 
 def what_is_incomplete_is_given_away(patch: pytest.MonkeyPatch) -> m.Bounds:
-    patch.setattr(Desk, "_expendable", lambda self, iteration: iteration != self.sealed_all)
+    patch.setattr(Desk, "_expendable", lambda self, *_, **__: lambda iteration: iteration != self.sealed_all)
     return m.replace(THREE, iterations=6)
 
 
@@ -123,8 +138,14 @@ def pins_do_not_count(patch: pytest.MonkeyPatch) -> m.Bounds:
     return dying(CADENCE, pin=1)
 
 
+def nothing_given_up(keeping: Keeping) -> Keeping:
+    keeping.given_up.clear()
+    return keeping
+
+
 def nobody_hears_what_was_given_up(patch: pytest.MonkeyPatch) -> m.Bounds:
-    patch.setattr(Desk, "abandon", lambda self, iteration: None)
+    real = Keeping.expendable
+    patch.setattr(Keeping, "expendable", lambda self, *a, **k: real(nothing_given_up(self), *a, **k))
     return dying(CADENCE, io=1)
 
 
@@ -150,6 +171,36 @@ def a_new_cycle_knows_what_the_old_one_knew(patch: pytest.MonkeyPatch) -> m.Boun
     return dying(m.replace(CADENCE, iterations=3), node=1)
 
 
+def the_protected_one_is_given_away(patch: pytest.MonkeyPatch) -> m.Bounds:
+    real = Keeping.expendable
+
+    def expendable(self: Keeping, iteration: int, encoded: Collection[int], *, tight: bool = False) -> bool:
+        return iteration == self.protected < self.sealed_all or real(self, iteration, encoded, tight=tight)
+
+    patch.setattr(Keeping, "expendable", expendable)
+    return ENCODE
+
+
+def what_has_redundancy_here_is_given_away(patch: pytest.MonkeyPatch) -> m.Bounds:
+    real = Keeping.expendable
+
+    def expendable(self: Keeping, iteration: int, encoded: Collection[int], *, tight: bool = False) -> bool:
+        return real(self, iteration, (), tight=tight)
+
+    patch.setattr(Keeping, "expendable", expendable)
+    return ENCODE
+
+
+def nobody_hears_what_will_not_be_protected(patch: pytest.MonkeyPatch) -> m.Bounds:
+    patch.setattr(Keeping, "is_unprotected", lambda self, iteration: None)
+    return dying(ENCODE_TWO, stop=1)
+
+
+def a_plan_does_not_say_what_is_protected(patch: pytest.MonkeyPatch) -> m.Bounds:
+    patch.setattr(Restoring, "_protected", lambda self, choice: 0)
+    return dying(ENCODE, rank=1, encode=2)
+
+
 def one_seal_is_enough(patch: pytest.MonkeyPatch) -> m.Bounds:
     patch.setattr(Saves, "sealed", lambda self, iteration, *_: self.complete(iteration))
     return m.Bounds(iterations=2)
@@ -167,6 +218,10 @@ def one_seal_is_enough(patch: pytest.MonkeyPatch) -> m.Bounds:
         (there_is_no_barrier, "is saved at"),
         (a_new_cycle_knows_what_the_old_one_knew, "is sealed"),
         (one_seal_is_enough, "was announced"),
+        (the_protected_one_is_given_away, "is protected, and node"),
+        (what_has_redundancy_here_is_given_away, "is protected, and node"),
+        (nobody_hears_what_will_not_be_protected, "no save works any more"),
+        (a_plan_does_not_say_what_is_protected, "is protected, and node"),
     ],
 )
 def test_one_rule_less_is_found_out(
@@ -239,7 +294,7 @@ def test_an_agent_that_was_away_hears_what_was_given_up() -> None:
     while any(event[0] == "up" for event in made.events()):
         let(made, "up")
     made.settle()
-    assert made.agents[0]._desk._given_up == {3}
+    assert made.agents[0]._desk.keeping.given_up == {3}
 
 
 @pytest.mark.usefixtures("patch")
@@ -259,6 +314,17 @@ def test_a_new_leader_tells_all_what_one_agent_knows() -> None:
         let(made, "up")
     made.settle()
     assert [agent._desk.sealed_all for agent in made.agents] == [3, 3]
+
+
+@pytest.mark.usefixtures("patch")
+def test_the_leader_hears_of_a_shard_whose_agent_died_before_it_could_say_so() -> None:
+    made = world(CADENCE)
+    save(made, 0)
+    made.do(("agent dies", 0, True))
+    let(made, "agent starts", 0)
+    save(made, 1)
+    made.settle()
+    assert made.told.announced == 3
 
 
 @pytest.mark.usefixtures("patch")

@@ -132,7 +132,9 @@ class Disk:
 
     slots: dict[tuple[int, int], Shard] = field(default_factory=dict)
     manifests: dict[tuple[int, int], ShardManifest] = field(default_factory=dict)  # by iteration and rank
+    encoded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # generations of the shards that it is made of
     pinned: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)  # pinned by an encode
     broken: bool = False
 
     def holds(self, manifest: ShardManifest) -> bool:
@@ -171,8 +173,9 @@ class Slots(slots_.Slots):
         return found
 
     def _evict(self, iteration: int) -> bool:
-        if iteration in self.disk.pinned:
+        if iteration in self.disk.pinned | self.disk.held:
             return False
+        self._forget(iteration)
         self.disk.manifests.pop((iteration, self._rank), None)
         return True
 
@@ -199,6 +202,12 @@ class Store:
 
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         return "lost" if self.disk.manifests.pop((iteration, rank), None) else None
+
+    def encoded(self) -> set[int]:
+        return set(self.disk.encoded)
+
+    def forget(self, iteration: int) -> None:
+        self.disk.encoded.pop(iteration, None)
 
 
 class Whole:
@@ -282,17 +291,17 @@ class Hub(hubs.Hub):
 
 
 class Told:
-    """In place of the leader's queue of events: keeps the newest iteration that it has announced."""
+    """In place of the leader's queue of events: keeps the newest iteration that it has announced, and restored."""
 
     def __init__(self) -> None:
-        self.announced = 0
-        self.restored: list[int] = []
+        self.announced = self.protected = self.durable = 0
+        self.restored: list[tuple[int, int]] = []
 
     def put(self, happened: Any) -> None:
         if isinstance(happened, leaders.e.SealedAll):
             self.announced = max(self.announced, happened.iteration)
         elif isinstance(happened, leaders.e.Restored):
-            self.restored.append(happened.iteration)
+            self.restored.append((happened.iteration, happened.protected))
 
 
 class NoCosts:
@@ -349,7 +358,20 @@ def thawed(data: bytes) -> Any:
 # what does not change, what nothing depends on, and what is found elsewhere as well
 _LEFT_OUT = {
     *("_config", "_info", "_run_dir", "_watch", "costs", "bounds", "signals", "path", "_job_dir", "_quiet_since"),
-    *("_tell", "_later", "_hear", "_gone", "_turn", "_send", "_barrier", "_fenced", "_nodes", "_words", "page"),
+    *(
+        "_tell",
+        "_later",
+        "_forget",
+        "_hear",
+        "_gone",
+        "_turn",
+        "_send",
+        "_barrier",
+        "_fenced",
+        "_nodes",
+        "_words",
+        "page",
+    ),
 }
 
 

@@ -29,7 +29,22 @@ HEAVY = {
     "pyslurm": ("slurm",),
 }
 # one level may use the other in these pairs only: see DESIGN, "the session constructs"
-HOOKS = {"argparse", "contextlib", "grp", "json", "os", "pwd", "re", "socket", "stat", "sys", "time"}
+HOOKS = {
+    "argparse",
+    "contextlib",
+    "fcntl",
+    "grp",
+    "json",
+    "os",
+    "pwd",
+    "re",
+    "resource",
+    "signal",
+    "socket",
+    "stat",
+    "sys",
+    "time",
+}
 
 
 def modules(package: Path) -> Iterator[tuple[str, ast.Module]]:

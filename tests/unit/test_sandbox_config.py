@@ -80,6 +80,13 @@ def test_partitions():
     assert "PriorityTier=10 PreemptMode=OFF" in lines[1]
 
 
+def test_a_topology_has_its_plugin():
+    assert "TopologyPlugin" not in render()
+    for text, plugin in (("SwitchName=s0 Nodes=node1\n", "tree"), ("BlockName=b0 Nodes=node1\n", "block")):
+        made = conf.slurm_conf(SandboxSpec(dir=LAYOUT.dir), LAYOUT, conf.Endpoints(), (22, 5), "", text)
+        assert f"TopologyPlugin=topology/{plugin}\n" in made
+
+
 def test_extra_lines_come_last_and_replace_ours():
     extra = "killwait = 3\n# SlurmdTimeout=1\nPartitionName=train Nodes=node1\nAuthInfo=cred_expire=5\n"
     text = render(extra=extra)

@@ -191,12 +191,22 @@ def test_iterations_are_whole_numbers_that_rise(alone: Callable[[], Checkpointer
     for odd in (21.0, "21", None, -1):
         with pytest.raises(UsageError, match=r"whole number|only rise"):
             checkpointer.step(odd)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="whole number"):
-        checkpointer.save(21.5)  # type: ignore[arg-type]
+    for odd in (21.5, "21", None, -1, 0, 1 << 63):  # save(0) is no silent success
+        with pytest.raises(UsageError, match="whole number"):
+            checkpointer.save(odd)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"save\(19\) after iteration 20"):
+        checkpointer.save(19)
     with pytest.raises(UsageError, match="within an epoch"):
         checkpointer.step(1)
     checkpointer.step(30)
     assert checkpointer.wait(timeout_s=20)
+
+
+def test_a_word_for_private_state_that_does_not_exist_is_refused(alone: Callable[..., Checkpointer]) -> None:
+    checkpointer = alone()
+    with pytest.raises(UsageError, match="private='rank-mod' is none of error, fresh, rank_mod"):
+        checkpointer.restore(private="rank-mod")  # type: ignore[arg-type]
+    assert checkpointer.restore(private="rank_mod") == 0
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -214,7 +224,7 @@ def test_a_metric_is_kept_with_the_next_save_and_with_no_other(
         return found
 
     assert saved(1) == {}
-    checkpointer.metric(loss=torch.tensor(0.5), accuracy=1)
+    checkpointer.metric(loss=torch.tensor(0.5, requires_grad=True) * 1, accuracy=1)  # as training gives it
     checkpointer.metric(loss=np.float32(0.25), **{"eval/ppl": 3})
     assert saved(2) == {"loss": 0.25, "accuracy": 1.0, "eval/ppl": 3.0}
     assert saved(3) == {}
@@ -232,6 +242,26 @@ def test_there_is_one_checkpointer_for_a_rank(alone: Callable[[], Checkpointer])
     first.restore()
     first.close()
     alone().restore()
+
+
+def test_what_is_closed_saves_nothing_and_says_so_at_once(alone: Callable[[], Checkpointer]) -> None:
+    checkpointer = alone()
+    checkpointer.restore()
+    assert checkpointer.save(1)
+    checkpointer.close()
+    assert checkpointer.wait(timeout_s=20)
+    checkpointer.close()
+    started = time.monotonic()
+    for call in (
+        lambda: checkpointer.save(2),
+        lambda: checkpointer.step(10),
+        checkpointer.prepare,
+        checkpointer.restore,
+    ):
+        with pytest.raises(UsageError, match="is closed"):
+            call()
+    assert time.monotonic() - started < 5  # no wait for an agent that is not there
+    assert alone().restore() == 1
 
 
 def test_iterations_of_eleven_digits_are_found_again(alone: Callable[[], Checkpointer]) -> None:

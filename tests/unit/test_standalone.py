@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent / "ckpt"))
 
@@ -19,7 +20,15 @@ import torch
 
 import slurm_resil as sr
 from slurm_resil.ckpt import saved
-from slurm_resil.core.errors import DataError, ServiceError, SpaceError, StateError, TryAgainError, UsageError
+from slurm_resil.cli.ckpt import ckpt
+from slurm_resil.core.errors import (
+    DataError,
+    ResilError,
+    SpaceError,
+    StateError,
+    TryAgainError,
+    UsageError,
+)
 from slurm_resil.session import standalone
 
 pytestmark = pytest.mark.torch
@@ -57,10 +66,11 @@ def test_the_state_at_the_call_is_saved_and_comes_back(tmp_path: Path) -> None:
     w.train(state, 2)
     w.scramble(state)
     assert handle.local.result(60) is None
+    assert handle.protected.result(60) is None
     assert handle.durable.result(60) == handle.path
+    assert repr(handle) == f"<save of iteration 1 in {handle.path}: staged, local, protected, durable>"
     assert handle.complete()
-    with pytest.raises(ServiceError, match="slurm-resil run"):
-        handle.protected.result(1)
+    assert handle.protected.done()  # a loss of the node costs nothing now, and would have before
     other = w.training(2)
     assert sr.load(other, tmp_path / "out") == handle.iteration == 1
     assert w.bits(other) == before
@@ -251,3 +261,18 @@ def test_ranks_save_for_themselves_and_load_the_same_iteration(tmp_path: Path) -
     for text in ranks(tmp_path, 2, "load", out):  # only rank 1 reads what is bad there; both load the one before
         assert "loaded 1" in text
         assert "is bad: rank 1: " in text
+
+
+def test_saves_are_looked_at_with_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_RESIL_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    handle = sr.async_save(numbers(1), tmp_path / "my saves")
+    handle.durable.result(60)
+    runner = CliRunner()
+    said = runner.invoke(ckpt, ["ls", "--run-dir", str(tmp_path / "my saves")])
+    assert said.exit_code == 0 and f"ls --job-dir '{handle.path}'" in said.output
+    for command, word in ((["ls"], "1 of 1"), (["show", "1", "--tensor", "a"], "float32"), (["verify"], "1: sound")):
+        said = runner.invoke(ckpt, [*command, "--job-dir", handle.path])
+        assert said.exit_code == 0 and word in said.output, said.output
+    said = runner.invoke(ckpt, ["ls", "--job-dir", str(tmp_path / "nowhere")])
+    assert isinstance(said.exception, ResilError) and "--job-dir" in said.exception.mend

@@ -39,7 +39,8 @@ def test_a_slot_that_cannot_be_given_names_the_directory_and_the_mend(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "pins" / "0000000010"))
 
-    desk = Desk(str(tmp_path), "llama", range(1), 2, None, tell=lambda _: None, later=lambda call: call())  # type: ignore[arg-type]
+    store = BurstBuffer(str(tmp_path))
+    desk = Desk(str(tmp_path), "llama", range(1), 2, store, tell=lambda _: None, later=lambda call: call())
     rank = desk.ranks[0]
     rank.channel = ears = Ears()  # type: ignore[assignment]
     monkeypatch.setattr(slots.Slots, "lease", refuse)
@@ -65,8 +66,9 @@ def test_shards_that_are_not_this_runs_are_passed_over_and_left_alone(tmp_path: 
     other, renamed = publish(30, run_id="bert"), publish(40, iteration=39)
     store = BurstBuffer(str(tmp_path))
     desk = Desk(str(tmp_path), "llama", range(1), 2, store, tell=lambda _: None, later=lambda call: call())
-    assert desk.survey(2) == [(10, 0, 4)]
-    words = {iteration: why for iteration, _, why in desk.passed_over}
+    survey = desk.survey(2)
+    assert survey.shards == [(10, 0, 4)]
+    words = {iteration: why for iteration, _, why in survey.passed_over}
     assert f"of 1{p.OTHER_WORLD}2" in words[20]
     # two runs in one job: neither keeps the other one from beginning
     assert p.OTHER_WORLD not in words[30]
@@ -120,19 +122,32 @@ def test_shards_that_more_ranks_have_sealed_here(tmp_path: Path) -> None:
     node.publish(30, 2, 4, attempt=1)
     Path(paths.manifest(str(tmp_path), 40, 3)).write_text("{}")
     desk = node.desk(range(2))
-    assert desk.survey(2) == []
-    assert desk.whole == [10]
-    words = {at: why for at, _, why in desk.passed_over}
+    survey = desk.survey(2)
+    assert (survey.shards, survey.whole) == ([], [10])
+    words = {at: why for at, _, why in survey.passed_over}
     assert set(words) == {20, 30, 40}
     assert f"of 4{p.OTHER_WORLD}2, and they are not all here: iteration 20: no shard of rank 3" in words[20]
     assert "attempt is 0 for rank 0 on n, 1 for rank 2 on n" in words[30]
     assert "is not a manifest" in words[40]
     desk.close()
     beside = node.desk(range(2))  # of several nodes: the other ranks cannot read here
-    assert beside.survey(4 - 1) == []
-    assert beside.whole == []
-    assert all("not all here" not in why for _, _, why in beside.passed_over)
+    survey = beside.survey(4 - 1)
+    assert (survey.shards, survey.whole) == ([], [])
+    assert all("not all here" not in why for _, _, why in survey.passed_over)
     beside.close()
+
+
+def test_staged_copies_go_when_all_ranks_have_loaded(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for name in (paths.staged(str(tmp_path), 10), paths.staged_manifest(str(tmp_path), 10)):
+        os.makedirs(os.path.dirname(name), exist_ok=True)
+        Path(name).touch()
+    desk = node.desk(range(2))
+    desk.survey(2)
+    assert len(os.listdir(paths.fetched(str(tmp_path)))) == 2
+    desk.continue_from(10)
+    desk.close()
+    assert os.listdir(paths.fetched(str(tmp_path))) == []
 
 
 def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_path: Path) -> None:
@@ -142,8 +157,7 @@ def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_
             node.publish(iteration, rank, 4)
     node.publish(5, 7, 9, run_id="bert")
     desk = node.desk(range(2))
-    desk.survey(2)
-    assert sorted(desk.whole) == [10, 20, 30]
+    assert sorted(desk.survey(2).whole) == [10, 20, 30]
     desk.lost([(30, SHARDS, "flipped"), (30, DRAINED, "flipped"), (77, 1, "not there")])
     assert node.left() == {5: {7}, 10: {0, 1, 2, 3}, 20: {0, 1, 2, 3}}
     desk.continue_from(10)
@@ -163,10 +177,11 @@ def test_shards_of_more_ranks_are_taken_out_together_and_cleared_in_the_end(tmp_
     desk.close()
 
 
-class SlowStore:
+class SlowStore(BurstBuffer):
     """Lays slots out when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_dir: str) -> None:
+        super().__init__(job_dir)
         self.go, self.made, self.fails = threading.Semaphore(0), list[int](), ""
 
     def prepare(self, rank: int, index: int, slots: int, layout: str) -> bool:
@@ -179,8 +194,8 @@ class SlowStore:
 
 def preparing(tmp_path: Path) -> tuple[Desk, SlowStore, Ears, Callable[[int], list[dict[str, Any]]]]:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    store, ears = SlowStore(), Ears()
-    desk = Desk(str(tmp_path), "llama", range(1), 3, store, tell=lambda _: None, later=calls.put)  # type: ignore[arg-type]
+    store, ears = SlowStore(str(tmp_path)), Ears()
+    desk = Desk(str(tmp_path), "llama", range(1), 3, store, tell=lambda _: None, later=calls.put)
     desk.ranks[0].channel = ears  # type: ignore[assignment]
 
     def heard(count: int) -> list[dict[str, Any]]:
@@ -242,4 +257,38 @@ def test_slots_that_cannot_be_laid_out_are_there_all_the_same(tmp_path: Path) ->
     assert "SpaceError: full" in heard(2)[1]["reason"]
     desk.hear(rank, p.Lease(iteration=1, wait_s=0.0), 0.0)
     assert heard(3)[2] == p.to_wire(p.Slot(iteration=1, index=0))
+    desk.close()
+
+
+def test_the_protected_iteration_keeps_its_slot_and_its_redundancy(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    (tmp_path / "redundancy").mkdir()
+
+    def encode(iteration: int) -> None:
+        for path in (paths.parity(str(tmp_path), iteration, 0), paths.member(str(tmp_path), iteration, 0)):
+            Path(path).touch()
+
+    def left() -> set[str]:
+        return {path.name for path in (tmp_path / "redundancy").iterdir()}
+
+    for iteration in (10, 20, 30):
+        node.publish(iteration, 0, 1)
+        encode(iteration)
+    desk = node.desk(range(1))
+    assert desk.survey(1).encoded == [10, 20, 30]
+    desk.plan(p.Plan(number=1, cycle=0, iteration=20, sources=["local"], complete=20, protected=20))
+    desk.continue_from(20)
+    assert {name[:10] for name in left()} == {"0000000010", "0000000020"}  # 30 is of a past that has not come to be
+    rank = desk.ranks[0]
+    rank.channel = ears = Ears()  # type: ignore[assignment]
+    for iteration in (40, 50):  # a free slot, then that of 10
+        desk.hear(rank, p.Lease(iteration=iteration, wait_s=0.0), 0.0)
+        node.publish(iteration, 0, 1)
+        rank.slots.sealed(iteration)
+        desk.all_sealed(iteration)
+    assert [said["t"] for said in ears.heard] == ["Slot", "Slot"]
+    assert {name[:10] for name in left()} == {"0000000020"}
+    desk.hear(rank, p.Lease(iteration=60, wait_s=0.0), 0.0)
+    assert ears.heard[-1]["t"] == "Slot"  # that of 40, although it is newer
+    assert set(node.left()) == {20, 50}
     desk.close()

@@ -75,6 +75,22 @@ def test_a_slot_that_could_not_be_written_is_the_last_choice(job: str) -> None:
     assert slots.lease(70, lambda one: one < 40, last_try=False) == 2
 
 
+def test_redundancy_goes_before_the_shard_that_it_is_of(job: str) -> None:
+    seen: list[tuple[int, list[int]]] = []
+    slots = Slots(job, 0, 2, lambda iteration: seen.append((iteration, sealed(job))))
+    for iteration in (1, 2):
+        slots.lease(iteration, lambda _: False)
+        seal(job, slots, iteration)
+    with pins.hold(job, 1):
+        assert slots.lease(3, lambda one: one < 2) is None
+    assert seen == []
+    assert slots.lease(3, lambda one: one < 2) == 0
+    assert seen == [(1, [1, 2])]
+    assert slots.usable == 2
+    slots.refuse(3)
+    assert slots.usable == 1
+
+
 def test_a_pin_comes_too_late_or_holds(job: str) -> None:
     Path(paths.manifest(job, 1, 0)).write_text("{}")
     with pins.exclude(job, 1) as mine, pins.exclude(job, 1) as other:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_resil.agent.protocol import OTHER_WORLD, Loaded, Outcome
+from slurm_resil.agent.protocol import OTHER_WORLD, Loaded, Outcome, Survey
 from slurm_resil.agent.restoring import Restoring
 from slurm_resil.agent.survey import DRAINED, SHARDS, choose, drained_iterations
 from slurm_resil.core import paths
@@ -62,11 +62,11 @@ def test_shards_of_another_number_of_ranks(shards, durable, whole, bad, expected
 def test_whole_shards_count_on_one_node_and_are_taken_out_together(tmp_path: Path, reason: str) -> None:
     several = Restoring(str(tmp_path), nodes=2, ranks_per_node=1)
     for place in (0, 1):
-        several.survey(place, [], [], [9])
+        several.survey(place, Survey(cycle=0, shards=[], whole=[9]))
     plan = several.make(0)
     assert plan is not None and plan.iteration == 0
     one = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
-    one.survey(0, [], [(3, 0, "is not used: for a reason")], [9, 7])
+    one.survey(0, Survey(cycle=0, shards=[], passed_over=[(3, 0, "is not used: for a reason")], whole=[9, 7]))
     plan = one.make(0)
     assert plan is not None and (plan.iteration, plan.sources) == (9, ["shards", "shards"])
     assert {entry.instead for entry in one.set_aside(plan)} == {"iteration 9 from the burst buffer"}
@@ -94,14 +94,14 @@ def test_shards_of_several_attempts_are_never_mixed() -> None:
 def test_what_another_number_of_ranks_has_saved_is_not_given_up_for_a_start_from_nothing(tmp_path: Path) -> None:
     words = f"is not used: x is of 2{OTHER_WORLD}1"
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
-    restoring.survey(0, [], [(90, 0, words)])
+    restoring.survey(0, Survey(cycle=0, shards=[], passed_over=[(90, 0, words)]))
     plan = restoring.make(0)
     assert plan is not None
     assert plan.final
     assert plan.error == f"x is of 2{OTHER_WORLD}1: start as many, or another run (--run-id)"
     (tmp_path / "ckpt-0000000020.json").write_text("{}")
     restoring.start()
-    restoring.survey(0, [], [(90, 0, words)])
+    restoring.survey(0, Survey(cycle=0, shards=[], passed_over=[(90, 0, words)]))
     plan = restoring.make(0)
     assert plan is not None
     assert (plan.iteration, plan.error) == (20, "")
@@ -110,9 +110,9 @@ def test_what_another_number_of_ranks_has_saved_is_not_given_up_for_a_start_from
 
 def test_a_plan_needs_all_nodes_and_counts_only_shards_in_their_place(tmp_path: Path) -> None:
     restoring = Restoring(str(tmp_path), nodes=2, ranks_per_node=1)
-    restoring.survey(0, [(5, 0, 0), (5, 1, 0)])  # rank 1 is not placed there
+    restoring.survey(0, Survey(cycle=0, shards=[(5, 0, 0), (5, 1, 0)]))  # rank 1 is not placed there
     assert restoring.make(0) is None
-    restoring.survey(1, [(4, 1, 0)])
+    restoring.survey(1, Survey(cycle=0, shards=[(4, 1, 0)]))
     plan = restoring.make(0)
     assert plan is not None
     assert (plan.iteration, plan.number) == (0, 1)
@@ -127,7 +127,7 @@ def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -
     for iteration in (3, 9):
         Path(paths.drained_manifest(str(tmp_path), iteration)).write_text("{}")
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=1)
-    restoring.survey(0, [(9, 0, 0), (3, 0, 0)])
+    restoring.survey(0, Survey(cycle=0, shards=[(9, 0, 0), (3, 0, 0)]))
     plan = restoring.make(0)
     assert plan is not None
     assert (plan.iteration, plan.sources) == (9, ["local"])
@@ -144,7 +144,7 @@ def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -
     assert drained_iterations(str(tmp_path)) == set()
     assert sorted(name.name for name in tmp_path.iterdir()) == ["ckpt-0000000003.bad", "ckpt-0000000009.bad"]
     restoring.start()
-    restoring.survey(0, [(9, 0, 0)])
+    restoring.survey(0, Survey(cycle=0, shards=[(9, 0, 0)]))
     plan = restoring.make(1)
     assert plan is not None
     assert plan.iteration == 0
@@ -152,7 +152,7 @@ def test_no_artefact_is_tried_twice_not_even_in_the_next_cycle(tmp_path: Path) -
 
 def test_what_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
     restoring = Restoring(str(tmp_path / "gone"), nodes=1, ranks_per_node=1)
-    restoring.survey(0, [])
+    restoring.survey(0, Survey(cycle=0, shards=[]))
     plan = restoring.make(0)
     assert plan is not None
     assert "cannot read" in plan.error
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("outcome", ["error", "unfit"])
 def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path, outcome: Outcome) -> None:
     restoring = Restoring(str(tmp_path), nodes=1, ranks_per_node=2)
-    restoring.survey(0, [(9, 0, 0), (9, 1, 0)])
+    restoring.survey(0, Survey(cycle=0, shards=[(9, 0, 0), (9, 1, 0)]))
     restoring.make(0)
     restoring.refuse(Loaded(plan=1, rank=1, outcome=outcome, reason="StateError: another model"))
     plan = restoring.make(0)

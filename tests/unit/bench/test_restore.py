@@ -20,17 +20,17 @@ OURS = {"limit", "load_limit", "load_pieces", "drained_limit"}
 def test_one_json_object_of_the_agreed_form(tmp_path, dtype):
     code = "from slurm_resil.bench import restore; restore.MANY = 300; from slurm_resil.cli.main import main; main()"
     argv = [sys.executable, "-c", code, "bench", "restore", "--json", "--size-mib", "2", "--repeats", "2"]
-    peers = [] if dtype == "float32" else ["--no-peers"]
-    done = subprocess.run(
-        [*argv, "--dir", str(tmp_path), "--dtype", dtype, *peers], capture_output=True, text=True, timeout=120
-    )
+    peers = [] if dtype == "float32" else ["--no-peers", "--nodes", "2", "--pfs-rate", "1e9"]
+    argv += ["--dir", str(tmp_path), "--dtype", dtype, *(peers or ["--nodes", "0"])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
     assert set(result) == {"bench", "size_bytes", "repeats", "ratios", "figures", "machine"}
     assert (result["bench"], result["size_bytes"], result["repeats"]) == ("restore", 2 << 20, 2)
     theirs = {"peer_torch", "peer_torch_hashed", "peer_dcp"} if dtype == "float32" else set()
-    assert set(result["ratios"]) == {f"restore.{name}{of}" for name in OURS | theirs for of in ("", "_many")}
+    fetch = {"restore.fetch"} if peers else set()
+    assert set(result["ratios"]) == fetch | {f"restore.{name}{of}" for name in OURS | theirs for of in ("", "_many")}
     assert all(value > 0 for value in result["ratios"].values())
     figures = result["figures"]
     assert result["ratios"]["restore.limit"] == figures["restore_s"] / (figures["read_s"] + figures["copy_s"])

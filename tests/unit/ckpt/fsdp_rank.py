@@ -27,6 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from slurm_resil.ckpt.state import Sharded
+from slurm_resil.format.manifest import Extent
+
+ROWS = 11  # of a tensor that is given as Sharded
+
 
 class Model(nn.Module):
     """Uneven rows (30 over 4, 7 over 2), tied weights, fewer rows than ranks, statistics of its own on each rank."""
@@ -88,7 +93,15 @@ def build(seed: int, rank: int, world: int, style: str) -> dict:
     if style == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(100 * seed + own)
-    return {"model": model, "optimizer": optimizer, "average": average, "generator": generator}
+    table = rows(torch.full((ROWS, 3), float(seed)), rank, world)
+    return {"model": model, "optimizer": optimizer, "average": average, "generator": generator, "table": table}
+
+
+def rows(whole: torch.Tensor, rank: int, world: int) -> Sharded:
+    """A rank's part of a tensor that says itself what it is: every ``world``-th row, in pieces of one."""
+    mine = range(rank, ROWS, world)
+    extents = tuple(Extent(local=(at, 0), start=(row, 0), shape=(1, 3)) for at, row in enumerate(mine))
+    return Sharded(tensor=whole[rank::world].clone(), global_shape=tuple(whole.shape), extents=extents)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -102,6 +115,9 @@ def train(state: dict, count: int) -> None:
         state["model"](x).backward()
         state["optimizer"].step()
         state["average"].update(bare(state["model"]))
+        table = state["table"]
+        for extent in table.extents:
+            table.tensor[extent.local[0]] += extent.start[0] + torch.tensor([0.25, 0.5, 0.75])
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -124,6 +140,11 @@ def hashes(state: dict) -> dict[str, dict[str, str]]:
             found["placed"][name] = str(value.placements)
         else:
             found["plain"][name] = digest(value)
+    whole, gathered = torch.empty(ROWS, 3), [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (state["table"].tensor, [extent.start[0] for extent in state["table"].extents]))
+    for part, places in gathered:
+        whole[places] = part
+    found["full"]["table"] = digest(whole)
     found["plain"]["generator"] = digest(state["generator"].get_state())
     return found
 

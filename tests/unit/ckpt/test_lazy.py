@@ -58,6 +58,7 @@ def a_store(job: str, state: State) -> SlotStore:
         slots=3,
         private="error",
         options=LoadOptions(),
+        helpers=(),
         shard=lambda iteration: ShardManifest.load(w.paths.manifest(job, iteration, 0)),
         shards=lambda iteration: pytest.fail("the number of ranks is as it was"),
         drained=lambda iteration: pytest.fail("nothing is drained"),
@@ -184,6 +185,29 @@ def test_what_something_else_changes_fails_the_save(tmp_path):
     want = w.bits(state)
     sealed(job, store.start(1, 3)())
     assert restored(job, state, 3) == want
+
+
+@pytest.mark.parametrize("what", ["data", "double"])
+def test_memory_that_a_tensor_gives_up_stays_until_it_is_copied(tmp_path, what):
+    """Else the thread reads memory that is unmapped, and the training ends with a segmentation fault."""
+    job, model = w.job(tmp_path), nn.Linear(1100, 1000)  # so large that its memory goes back to the system at once
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    store = a_store(job, state)
+    sealed(job, store.start(0, 1)())
+    for iteration in (2, 3):  # when the tensors themselves are what is copied, and when it is known what they are
+        want, kept = w.bits(state), copy.deepcopy(state)
+        finish = store.start(iteration % 3, iteration)
+        old = model.weight.data_ptr()
+        with torch.no_grad():
+            if what == "data":
+                model.weight.data = torch.ones(1000, 1100)
+            else:
+                model.double().float()
+        model.weight.add(1)
+        assert model.weight.data_ptr() != old
+        sealed(job, finish())
+        w.load(job, kept, iteration=iteration)
+        assert w.bits(kept) == want
 
 
 def test_only_optimizers_in_the_state_are_held_back(tmp_path):

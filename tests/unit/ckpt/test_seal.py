@@ -17,10 +17,13 @@ import torch
 from slurm_resil.catalog import LocalCatalog
 from slurm_resil.ckpt import seal
 from slurm_resil.ckpt.flatten import flatten
+from slurm_resil.ckpt.restore import restore_local
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.ckpt.source import LocalSource
 from slurm_resil.core import paths
+from slurm_resil.core.background import Background
 from slurm_resil.core.errors import DataError
+from slurm_resil.format import contents
 from slurm_resil.format.manifest import ShardManifest, digest
 
 pytestmark = pytest.mark.torch
@@ -55,7 +58,7 @@ def fault(job: str, one: ShardManifest) -> str:
 def test_good_shards_verify_and_hashes_are_of_the_bytes(job):
     for rank in (0, 1):
         for iteration in (1, 2):
-            seal.verify(job, manifest(job, iteration, rank), workers=3)
+            seal.verify(job, manifest(job, iteration, rank))
     one = manifest(job)
     assert {item.name: item.xxh3 for item in one.items} == {
         "a": digest(STATE["a"].numpy().tobytes()),
@@ -180,14 +183,14 @@ def test_a_torn_or_edited_manifest(job):
 def test_a_slot_written_while_it_is_hashed_is_not_sealed(job, monkeypatch):
     arena = Arena(job, 0, slots=2)
     draft = arena.write(0, flatten(STATE), iteration=3, run=w.run_info(world_size=2), node="n")
-    hashes = seal._hashes
+    hashes = contents.hashes
 
-    def slow(data, items, workers):
-        found = hashes(data, items, workers)
+    def slow(data, items):
+        found = hashes(data, items)
         arena.write(0, flatten(STATE), iteration=4, run=w.run_info(world_size=2), node="n")
         return found
 
-    monkeypatch.setattr(seal, "_hashes", slow)
+    monkeypatch.setattr(contents, "hashes", slow)
     with pytest.raises(DataError, match="stale"):
         seal.seal(job, draft)
     assert not os.path.exists(paths.manifest(job, 3, 0))
@@ -196,14 +199,14 @@ def test_a_slot_written_while_it_is_hashed_is_not_sealed(job, monkeypatch):
 def test_a_slot_laid_out_anew_while_it_is_hashed_is_not_sealed(job, monkeypatch):
     arena = Arena(job, 0, slots=2)
     draft = arena.write(0, flatten(STATE), iteration=3, run=w.run_info(world_size=2), node="n")
-    hashes = seal._hashes
+    hashes = contents.hashes
 
-    def slow(data, items, workers):
-        found = hashes(data, items, workers)
+    def slow(data, items):
+        found = hashes(data, items)
         arena.write(0, flatten({"c": torch.ones(3)}), iteration=4, run=w.run_info(world_size=2), node="n")
         return found
 
-    monkeypatch.setattr(seal, "_hashes", slow)
+    monkeypatch.setattr(contents, "hashes", slow)
     with pytest.raises(DataError, match="stale"):
         seal.seal(job, draft)
     assert not os.path.exists(paths.manifest(job, 3, 0))
@@ -257,3 +260,26 @@ def test_a_manifest_is_the_same_however_it_is_laid_out(tmp_path):
         path.write_text(json.dumps({**body, "check": odd}))
         with pytest.raises(DataError, match="own hash"):
             ShardManifest.load(str(path))
+
+
+def test_helpers_verify_and_copy_the_same_and_find_the_same(job, tmp_path):
+    """Large tensors in parts, many small ones together, one that is not contiguous, one byte that is wrong."""
+    helpers = [Background("helper"), Background("helper")]
+    big = torch.randn(24 << 20, generator=torch.Generator().manual_seed(1))
+    state = {"big": big, "t": torch.randn(300, 200).t(), "small": [torch.full((7,), float(one)) for one in range(500)]}
+    (tmp_path / "other").mkdir()
+    other = w.job(tmp_path / "other")
+    one = w.save_new(other, state)
+    into = {"big": torch.zeros_like(big), "t": torch.zeros(300, 200).t(), "small": [torch.zeros(7) for _ in range(500)]}
+    try:
+        restore_local(into, other, one, helpers=helpers)
+        assert w.bits(into) == w.bits(state)
+        (item,) = [item for item in one.items if item.name == "big"]
+        w.flip(paths.slot(other, 0, 0), item.offset + item.nbytes - 1)
+        before = w.bits(into)
+        with pytest.raises(DataError, match="of big do not match"):
+            restore_local(into, other, one, helpers=helpers)
+        assert w.bits(into) == before
+    finally:
+        for helper in helpers:
+            helper.close()

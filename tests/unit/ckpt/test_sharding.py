@@ -79,7 +79,7 @@ FOUR = (
     *("save:ddp:G", "local:ddp:G", "drain:ddp:G", "drained:ddp:G"),
     *("drained:fsdp+meta:A", "local:fsdp+meta:A", "drained:fsdp+reversed:A"),
 )
-THREE = ("drained:fsdp:A", "shards:fsdp:A")
+THREE = ("drained:fsdp:A", "shards:fsdp:A", "drained:fsdp:D", "shards:fsdp:D", "drained:ddp:G", "shards:ddp:G")
 AGAIN = (
     *("drained:fsdp:A", "drained:tp:D", "drained:fsdp:C", "drained:fsdp:D"),
     *("shards:fsdp:A", "shards:tp:D", "shards:fsdp:C", "shards:fsdp:D"),
@@ -123,7 +123,7 @@ def test_four_ranks_save_and_restore_their_own_shards(campaign, style, where, pa
     assert any("_StridedShard" in text for text in placed) == (style == "tp")
     assert len({json.dumps(report["at"]["local"]) for report in save}) == parts
     assert len({report["at"]["plain"]["norm.running_mean"] for report in save}) == statistics
-    check_extents(w.job(campaign.root / where), 4, {"fsdp": 36, "hsdp": 36, "tp": 36, "tp-only": 12, "ddp": 0}[style])
+    check_extents(w.job(campaign.root / where), 4, {"fsdp": 37, "hsdp": 37, "tp": 37, "tp-only": 13, "ddp": 1}[style])
 
 
 @pytest.mark.parametrize("where", ["A", "C", "F", "G"])
@@ -165,12 +165,13 @@ def check_extents(job: str, world: int, count_of_items: int) -> None:
     [
         ("two", "four", "fsdp:B"),
         ("four", "three", "fsdp:A"),
+        ("four", "three", "fsdp:D"),
         ("four", "again", "fsdp:A"),
         ("four", "again", "tp:D"),
         ("four", "again", "fsdp:C"),
         ("four", "again", "fsdp:D"),
     ],
-    ids=["2-4", "4-3", "4-2", "4-2-tp", "hsdp-fsdp", "tp2-tp1"],
+    ids=["2-4", "4-3", "4-3-strided", "4-2", "4-2-tp", "hsdp-fsdp", "tp2-tp1"],
 )
 def test_another_number_of_ranks(campaign, before, after, action, verb):
     actions = {"two": TWO, "four": FOUR, "three": THREE, "again": AGAIN}
@@ -182,6 +183,20 @@ def test_another_number_of_ranks(campaign, before, after, action, verb):
     whole = sum(item.nbytes for item in w.drained_items(str(campaign.root / where / "r1")) if item.rank is None)
     for report in restored:  # the generator and the statistics of batch norm come whole
         assert report["wanted"] < 1.5 * whole / len(restored) + 6000
+
+
+@pytest.mark.parametrize("verb", ["drained", "shards"])
+@pytest.mark.parametrize("action", ["fsdp:A", "fsdp:D", "ddp:G"])
+def test_statistics_that_differ_between_ranks_stay_those_of_the_rank(campaign, action, verb):
+    """Uneven shards, strided ones and replicas of four ranks on three: rank 3's own state is nobody's any more."""
+    style = {"A": "fsdp", "D": "tp", "G": "ddp"}[action[-1]]
+    save = campaign.four[FOUR.index(f"save:{style}:{action[-1]}")]
+    restored = campaign.three[THREE.index(f"{verb}:{action}")]
+    for name in ("norm.running_mean", "norm.running_var", "generator"):
+        before = [report["at"]["plain"][name] for report in save]
+        assert len(set(before)) > 1
+        assert [report["at"]["plain"][name] for report in restored] == before[:3]
+    assert full(restored) == full(save)  # and the tensor that is given as Sharded
 
 
 @pytest.mark.parametrize(
@@ -205,14 +220,16 @@ def test_other_styles_on_another_number_of_ranks(campaign, before, after, action
 
 @pytest.mark.parametrize("action", ["save:fsdp:B", "save:tp-only:E"])
 def test_a_sharded_checkpoint_goes_into_a_plain_model(campaign, action):
-    from fsdp_rank import Average, Model, digest
+    from fsdp_rank import ROWS, Average, Model, digest, rows
 
     model, where = Model(), campaign.root / action[-1]
     optimizer = torch.optim.AdamW(model.parameters())
     average = Average(model)
     state = {"model": model, "optimizer": optimizer, "average": average, "generator": torch.Generator()}
+    state["table"] = rows(torch.empty(ROWS, 3), 0, 1)
     w.load_drained(str(where / "r1"), state, 0, 1, private="rank_mod")
     want = full(campaign.two[TWO.index(action)])
+    assert digest(state["table"].tensor) == want["table"]
     for name, parameter in model.named_parameters():
         assert digest(parameter) == want[name]
         assert digest(average.values[name]) == want[f"average.{name}"]

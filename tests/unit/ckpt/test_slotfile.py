@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import ckptworld as w
@@ -16,7 +17,7 @@ from slurm_resil.ckpt.flatten import flatten
 from slurm_resil.ckpt.slotfile import SlotFiles, Wanted, check_capacity
 from slurm_resil.ckpt.snapshot import Arena
 from slurm_resil.core import paths
-from slurm_resil.core.errors import DataError, SpaceError
+from slurm_resil.core.errors import EXIT_CONFIG, CapacityError, DataError, SpaceError
 from slurm_resil.format import container
 
 pytestmark = pytest.mark.torch
@@ -167,11 +168,44 @@ def test_a_state_goes_into_slots_that_others_have_laid_out(job):
 
 
 def test_a_burst_buffer_that_could_never_hold_it(job):
-    check_capacity(job, a_layout(), 8)
+    assert check_capacity(job, a_layout(), 8, slots=4, parity_bytes=100, scheme="xor") == ""
     size = os.statvfs(os.path.dirname(job))
     huge = Wanted(
         rank=0, specs=(container.Spec(path="/a", dtype="bytes", shape=(size.f_blocks * size.f_frsize // 8,)),)
     )
-    check_capacity(job, huge, 1)
-    with pytest.raises(SpaceError, match=r"is too small: it holds \d+ bytes, \d+ are needed for 2 slots of 8 ranks"):
-        check_capacity(job, huge, 8)
+    assert check_capacity(job, huge, 1, slots=4) == ""
+    words = r"is too small: it holds \d+ bytes, \d+ are needed for 2 slots of 8 ranks"
+    with pytest.raises(CapacityError, match=words) as caught:
+        check_capacity(job, huge, 8, slots=2)
+    assert caught.value.exit_code == EXIT_CONFIG  # `run` does not start it again
+
+
+def test_what_parity_takes_is_counted_and_told(job):
+    """Slots of a tenth of what there is: parity of 3 more does not fit beside 8, and one of 9 not beside 2."""
+    info = os.statvfs(os.path.dirname(job))
+    size = info.f_blocks * info.f_frsize
+    tenth = Wanted(rank=0, specs=(container.Spec(path="/a", dtype="bytes", shape=(size // 10 - 8192,)),))
+    slot = tenth.file_bytes
+    assert check_capacity(job, tenth, 2, slots=4, parity_bytes=size // 20, scheme="xor") == ""
+    words = check_capacity(job, tenth, 2, slots=4, parity_bytes=3 * size // 10, scheme="xor in sets of 4 nodes")
+    assert f"holds {size} bytes, {8 * slot + 3 * size // 10} are needed for 4 slots of 2 ranks" in words
+    assert f"{3 * size // 10} of these for the parity of xor in sets of 4 nodes; 3 slots are made" in words
+    words = check_capacity(job, tenth, 2, slots=4, parity_bytes=9 * size // 10, scheme="xor")
+    assert f"checkpoints are not protected: 2 slots leave {size - 4 * slot} bytes" in words
+
+
+def test_parity_goes_before_slots_that_are_only_a_help(job):
+    info = os.statvfs(os.path.dirname(job))
+    free = info.f_bavail * info.f_frsize
+    files = SlotFiles(job, 0, 4)
+    wanted = replace(a_layout(), reserve_bytes=4 * free)  # on no account is there so much
+    for index in (0, 1):
+        files.create(index, wanted)[1].close()
+    with pytest.raises(SpaceError, match=r"with [0-9]+ for parity; .* the next saves use the 2 slots that are there"):
+        files.create(2, wanted)
+    wanted.publish(job)
+    assert Wanted.read(job, 0) == wanted and wanted.digest == a_layout().digest
+    held = os.path.join(job, "redundancy")
+    os.makedirs(held)
+    Path(held, "1.bin").write_bytes(bytes(1 << 20))  # of what is kept for it, this is there
+    files.create(2, replace(wanted, reserve_bytes=1 << 20))[1].close()

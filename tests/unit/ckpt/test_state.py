@@ -399,6 +399,8 @@ def test_what_the_user_says_is_sharded(tmp_path):
 
 
 class Wrapped(torch.Tensor):
+    """A subclass that says nothing of its data: no operation on it may be tried before it is refused."""
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError

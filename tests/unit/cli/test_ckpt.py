@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import pytest
 
 from slurm_resil.catalog import RunCatalog
 from slurm_resil.core import paths
+from slurm_resil.format.manifest import BLOCK_BYTES, DrainedManifest, digest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drain"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,6 +75,14 @@ def test_ls_on_a_terminal_is_a_table(world):
     assert done.returncode == 0 and "┃" in text and "DURABLE" in text
 
 
+def test_ls_names_a_drain_that_is_at_work(world):
+    for iteration in (10, 20, 40):
+        Path(paths.drained_part(world.run_dir, iteration)).touch()
+    rows = json.loads(ckpt("ls", "--json", world=world).stdout)["checkpoints"]
+    states = {row["iteration"]: row["state"] for row in rows}
+    assert states == {10: "DURABLE", 20: "DRAINING", 40: "DRAINING"}
+
+
 def test_show(world):
     shown = json.loads(ckpt("show", "10", "--json", world=world).stdout)
     items = {(item["name"], item["rank"]): item for item in shown["items"]}
@@ -94,6 +104,42 @@ def test_verify_sound(world):
     ]
     assert "20: sound (ranks [0, 1] here)" in ckpt("verify", "20", world=world).stdout
     assert ckpt("verify", "99", world=world).returncode == 2
+
+
+def rewritten(world, **changes):
+    """Publish another manifest of iteration 10, with a right hash of itself."""
+    path = paths.drained_manifest(world.run_dir, 10)
+    manifest = dataclasses.replace(DrainedManifest.load(path), **changes)
+    manifest.publish(path, sync=False)
+
+
+def test_verify_deep_compares_with_hdf5s_own_view(world):
+    done = ckpt("verify", "10", "--deep", "--json", world=world)
+    assert done.returncode == 0 and json.loads(done.stdout)["checkpoints"][0]["deep"] is True, done.stderr
+    items = DrainedManifest.load(paths.drained_manifest(world.run_dir, 10)).items
+    rows = next(item for item in items if item.name == "model/rows")
+    others = tuple(item for item in items if item is not rows)
+    for wrong, said in (
+        (dataclasses.replace(rows, shape=rows.shape[::-1]), "shape of /state/model/rows is (30, 17)"),
+        (dataclasses.replace(rows, offset=others[0].offset), "offset of /state/model/rows is"),
+        (dataclasses.replace(rows, name="model/gone"), "/state/model/gone of the manifest is missing"),
+    ):
+        rewritten(world, items=(*others, wrong))
+        assert ckpt("verify", "10", world=world).returncode == 0  # the bytes are what they were
+        done = ckpt("verify", "10", "--deep", world=world)
+        assert done.returncode == 65 and said in done.stdout, done.stdout
+
+
+def test_verify_deep_compares_with_the_seals(world):
+    """A drained file that was consistently rewritten is not what the ranks have sealed."""
+    path = paths.drained(world.run_dir, 10)
+    raw = bytearray(Path(path).read_bytes())
+    raw[raw.index(world.expected["state/model/same"].tobytes())] ^= 128
+    Path(path).write_bytes(raw)
+    rewritten(world, blocks=tuple(digest(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)))
+    assert ckpt("verify", "10", world=world).returncode == 0
+    done = ckpt("verify", "10", "--deep", world=world)
+    assert done.returncode == 65 and "state/model/same has the hash" in done.stdout
 
 
 def test_verify_names_a_flipped_shard(world):
@@ -160,6 +206,25 @@ def test_drain_of_one_node(world):
     assert again.returncode == 0 and "already=True" in again.stdout
     assert ckpt("drain", "25", world=world).returncode == 75
     assert ckpt("drain", "x", world=world).returncode == 2
+
+
+def test_fetch_on_one_node(world, tmp_path):
+    assert ckpt("drain", "20", world=world).returncode == 0
+    other = tmp_path / "other" / "job-3"
+    other.parent.mkdir()
+    places = ["--run-dir", world.run_dir, "--job-dir", str(other)]
+    done = ckpt("fetch", "--json", *places)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["event"], line["iteration"], line["nodes"], line["of"]) == ("fetched", 20, 1, 1)
+    whole = Path(paths.drained(world.run_dir, 20)).read_bytes()
+    assert Path(paths.staged(str(other), 20)).read_bytes() == whole
+    again = ckpt("fetch", "20", "--what", "all", *places)
+    assert "0 bytes were read" in again.stdout
+    assert ckpt("fetch", "30", *places).returncode == 65
+    assert ckpt("fetch", "x", *places).returncode == 2
+    nowhere = ckpt("fetch", "--run-dir", world.run_dir, "--job-dir", str(tmp_path / "none" / "job-3"))
+    assert nowhere.returncode == 78 and f"the burst buffer {tmp_path / 'none'}" in nowhere.stderr
 
 
 def test_drain_by_hand_deletes_the_old_one_if_asked_to(world):

@@ -61,7 +61,8 @@ def test_safetensors(world, tmp_path):
 
 
 def test_the_reader_of_safetensors_itself_reads_it(world, tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
+    from safetensors import numpy
+
     file = tmp_path / "out.safetensors"
     assert ckpt("export", "10", str(file), "--only", "model/*", "--rank", "1", world=world).returncode == 0
     found = numpy.load_file(file)
@@ -83,6 +84,33 @@ def test_torch(world, tmp_path):
     for name, array in expected.items():
         assert found[name].numpy().tobytes() == array.tobytes() and tuple(found[name].shape) == array.shape, name
     assert found["odd/big"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("ending", "most"), [("safetensors", 3000), ("pt", 3000)])
+def test_large_ones_are_divided_with_an_index_as_hugging_face_has_it(world, tmp_path, ending, most):
+    import torch
+    from safetensors.torch import load_file
+
+    file = tmp_path / f"model.{ending}"
+    arguments = ("--only", "model/*", "--strip", "model/", "--max-shard-size", str(most), "--json")
+    done = ckpt("export", "10", str(file), *arguments, world=world)
+    assert done.returncode == 0, done.stderr
+    names = sorted(name for name in os.listdir(tmp_path) if name.startswith("model-"))
+    assert names == [f"model-{n:05}-of-{len(names):05}.{ending}" for n in range(1, len(names) + 1)] and len(names) > 1
+    index = json.loads((tmp_path / f"model.{ending}.index.json").read_text())
+    expected = {name.removeprefix("state/model/"): a for name, a in world.expected.items() if "state/model" in name}
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
+    for name in names:
+        path = tmp_path / name
+        found = load_file(path) if ending == "safetensors" else torch.load(path, weights_only=True)
+        assert sum(t.nbytes for t in found.values()) <= most or len(found) == 1
+        for key, tensor in found.items():
+            assert index["weight_map"][key] == name
+            assert tensor.numpy().tobytes() == expected[key].tobytes(), key
+    again = ckpt("export", "10", str(file), "--only", "model/*", world=world)  # whole: the index would win
+    assert again.returncode == 2 and "would be read in place" in again.stderr and not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +148,7 @@ def test_damage_is_found_on_the_way_and_an_old_export_stays(world, tmp_path):
 
 def test_every_type_has_a_name_or_is_said_to_have_none():
     without = {name for name in layout.TORCH_DTYPES if safetensors.dtype_name(name) is None}
-    assert without == {*("torch.complex32", "torch.complex128", "torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")}
+    assert without == {*("torch.complex32", "torch.complex128", "torch.float4_e2m1fn_x2")}
     assert safetensors.dtype_name("numpy.<f4") == "F32" and safetensors.dtype_name("numpy.|b1") == "BOOL"
     for name in ("numpy.>f4", "numpy.<U3", "numpy.<M8[s]", "json", "numpy.|V4", "numpy.<c16"):
         assert safetensors.dtype_name(name) is None

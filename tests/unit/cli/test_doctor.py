@@ -68,6 +68,12 @@ def test_a_service_that_does_not_answer_is_unknown_and_not_bad() -> None:
     assert one("requeue", here({"scontrol": "Configuration data"})).result == "unknown"
 
 
+def test_munge_is_mended_by_munge() -> None:
+    no_slurm = ServiceError("munge: no socket", mend="`scontrol ping` says whether slurmctld runs")
+    found = one("munge", here({"munge": no_slurm}))
+    assert (found.result, found.mend) == ("unknown", "start munged")
+
+
 @pytest.mark.parametrize(
     ("said", "result"), [("Slurmctld(primary) at ctl is UP", "ok"), ("Slurmctld(primary) at ctl is DOWN", "bad")]
 )
@@ -168,3 +174,36 @@ def test_exit_codes_and_json(monkeypatch: pytest.MonkeyPatch, results: tuple[str
     done = CliRunner().invoke(doctor.doctor, ["--json"])
     assert done.exit_code == code
     assert [entry["result"] for entry in json.loads(done.stdout)["checks"]] == list(results)
+
+
+NODES = "\n".join(f"NodeName=n{number} State=IDLE" for number in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sets", "words", "mend"),
+    [
+        ("single", "", ("scheme is single: the loss of a node costs what was not drained", "auto"), ""),
+        ("xor", "2", ("on 8 nodes: scheme is xor: 4 sets of 2 nodes, each survives the loss of 1", "100 %"), ""),
+        ("rs:2", "4", ("2 sets of 4 nodes, each survives the loss of 2 of its nodes", "100 %", "2 of r"), ""),
+        ("xor", "8", ("1 set of 8 nodes", "14 %"), "nothing covers the loss of r r1 (up to 4 nodes in 1 set), r2"),
+    ],
+)
+def test_what_protection_a_job_gets(tmp_path: Path, scheme: str, sets: str, words: tuple[str, ...], mend: str) -> None:
+    groups = tmp_path / "groups.toml"
+    groups.write_text('[r]\nr1 = "n[1-4]"\nr2 = "n[5-8]"\n')
+    env = {"SLURM_RESIL_REDUNDANCY": scheme, **({"SLURM_RESIL_SET_SIZE": sets} if sets else {})}
+    where = here({"scontrol -o show node": NODES}, env, redundancy={"failure_groups": f"file:{groups}"})
+    found = one("redundancy", where)
+    assert found.result == "ok"
+    assert all(part in found.found for part in words), found.found
+    assert (mend in found.mend) and bool(found.mend) == bool(mend), found.mend
+
+
+def test_nodes_of_which_it_is_not_known_what_fails_together() -> None:
+    env = {"SLURM_RESIL_REDUNDANCY": "xor", "SLURM_JOB_NODELIST": "n[1-4]"}
+    found = one("redundancy", here({}, env, redundancy={"failure_groups": "topology"}))
+    assert (found.result, "on 4 nodes" in found.found) == ("unknown", True)
+    assert "no answer" in found.found and "as if every node failed alone" in found.mend
+    assert one("redundancy", here({}, {"SLURM_RESIL_REDUNDANCY": "xor"})).result == "unknown"  # which nodes at all
+    alone = one("redundancy", here({}, env | {"SLURM_JOB_NODELIST": "n1"}, redundancy={"failure_groups": "none"}))
+    assert "nothing is protected: one node has nobody that could protect it" in alone.found

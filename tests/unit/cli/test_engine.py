@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm_resil.recovery.store import Store
+
 
 def engine(db: Path, listen: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "slurm_resil", "engine", "run", "--listen", listen, "--db", str(db)]
@@ -53,3 +55,15 @@ def test_a_database_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
     done = engine(tmp_path / "none" / "e.db", "127.0.0.1:7000")
     assert done.returncode == 78
     assert f"{tmp_path / 'none'} does not exist" in done.stderr and "mkdir" in done.stderr
+
+
+def test_incidents_are_looked_for_where_the_site_says(tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text(f'[engine]\ndb = "{tmp_path / "e.db"}"\n')
+    argv = [sys.executable, "-m", "slurm_resil", "engine", "incidents"]
+    env = {**os.environ, "SLURM_RESIL_SITE": str(site)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 2 and f"{tmp_path / 'e.db'} does not exist" in done.stderr
+    Store(str(tmp_path / "e.db")).close()
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -18,6 +18,7 @@ from slurm_resil.hooks import base
 
 CONFIGS = Path(__file__).resolve().parents[3] / "site_configs"
 EXAMPLE = CONFIGS / "nvme-lustre.toml"
+LATE = {"late": True, "late_limit": "3600"}
 OPT = ("--python", "/opt/slurm-resil/bin/python", "--packages", "/opt/slurm-resil/lib/python3.11/site-packages")
 
 
@@ -61,6 +62,21 @@ def test_check_shows_values_with_their_sources(tmp_path: Path) -> None:
     assert "90.0" in invoke("check", "--site", path).stdout
 
 
+def test_check_says_how_a_job_on_nodes_is_protected(tmp_path: Path) -> None:
+    groups = written(tmp_path / "groups.toml", '[rack]\nr1 = "n[1-3]"\nr2 = "n4"\n')
+    path = written(tmp_path / "site.toml", f'[redundancy]\nscheme = "xor"\nfailure_groups = "file:{groups}"\n')
+    done = invoke("check", "--site", path, "--nodes", "n[1-5]")
+    assert done.exit_code == 0, done.output
+    assert "protection: scheme is xor: 1 set of 5 nodes, each survives the loss of 1 of its nodes" in done.output
+    assert "protection: failure groups: 2 of rack" in done.output
+    assert "protection: the rack of n5 is not known" in done.output
+    assert "warning: xor covers the loss of 1 node of a set" in done.output
+    raw = json.loads(invoke("check", "--site", path, "--nodes", "n[1-5]", "--json").output)
+    assert set(raw["protection"]) == {"words", "warnings", "unknown"} and raw["protection"]["warnings"]
+    assert invoke("check", "--site", path, "--nodes", "n[1-").exit_code == 2
+    assert "protection" not in json.loads(invoke("check", "--site", path, "--json").output)
+
+
 def test_check_tells_all_faults(tmp_path: Path) -> None:
     path = written(tmp_path / "s.toml", "[schedule]\nlead = 5\n[nothing]\n")
     done = invoke("check", "--site", path, "--json")
@@ -75,7 +91,7 @@ def test_the_rendered_scripts_run(tmp_path: Path) -> None:
     files = site.render_files(config.load({}, str(path)), python=sys.executable, plugin="slurm_resil.so")
     (tmp_path / "bb").mkdir(mode=0o755)
     written(tmp_path / "hooks.json", files["hooks.json"].text).chmod(0o644)
-    assert base._flat(files["hooks.json"].text) == {"bb_root": f"{tmp_path}/bb", "always": False}
+    assert base._flat(files["hooks.json"].text) == {"bb_root": f"{tmp_path}/bb", "always": False} | LATE
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid()), "SLURM_JOB_GID": str(os.getgid())}
     env["SPANK_SLURM_RESIL"] = "1"
     for name, there in (("prolog", True), ("epilog", False)):
@@ -85,6 +101,34 @@ def test_the_rendered_scripts_run(tmp_path: Path) -> None:
         done = subprocess.run([script], env=env, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert (tmp_path / "bb" / "job-7").exists() is there
+
+
+def test_how_long_things_are_kept_is_told_to_the_prolog(tmp_path: Path) -> None:
+    path = written(tmp_path / "s.toml", '[burst_buffer]\nroot = "/bb"\nkeep = "2d"\n')
+    files = site.render_files(config.load({}, str(path)), python="/bin/python", plugin="a.so")
+    assert json.loads(files["hooks.json"].text)["keep"] == "172800"
+
+
+@pytest.mark.parametrize(
+    ("said", "hooks"),
+    [("", LATE), ('late_limit = "10min"', LATE | {"late_limit": "600"}), ('late = "off"', {}), ('late = "job"', {})],
+)
+def test_the_epilog_hands_over_unless_the_site_says_otherwise(
+    tmp_path: Path, said: str, hooks: dict[str, object]
+) -> None:
+    path = written(tmp_path / "s.toml", f'[burst_buffer]\nroot = "/bb"\n[drain]\n{said}\n')
+    files = site.render_files(config.load({}, str(path)), python="/bin/python", plugin="a.so")
+    made = written(tmp_path / "hooks.json", files["hooks.json"].text)
+    made.chmod(0o644)
+    assert base.load_config(str(made)) == {"bb_root": "/bb", "always": False} | hooks
+
+
+@pytest.mark.parametrize("limit", ["0", "", "-5", "5s", "\u0665", "9999999999"])
+def test_a_limit_that_is_none_is_refused(tmp_path: Path, limit: str) -> None:
+    made = written(tmp_path / "hooks.json", json.dumps({"bb_root": "/bb", "late_limit": limit}))
+    made.chmod(0o644)
+    with pytest.raises(base.HookError, match="late_limit is"):
+        base.load_config(str(made))
 
 
 def test_hooks_need_a_directory_of_the_site() -> None:

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from slurm_resil.comm import local
+from slurm_resil.comm import base, local
 from slurm_resil.comm.base import Runs, agreed, from_os_error
-from slurm_resil.core.errors import DataError, ResilError, SpaceError
+from slurm_resil.core.errors import DataError, RefusedError, ResilError, SpaceError, StorageError
 
 
 def test_a_rank_alone():
@@ -65,7 +65,14 @@ def test_a_rank_that_never_comes_is_a_broken_barrier(monkeypatch):
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(errno.ENOSPC, SpaceError), (errno.EDQUOT, SpaceError), (errno.EROFS, SpaceError), (errno.EIO, ResilError)],
+    [
+        (errno.ENOSPC, SpaceError),
+        (errno.EDQUOT, SpaceError),
+        (errno.EROFS, RefusedError),
+        (errno.EIO, StorageError),
+        (errno.ESTALE, StorageError),
+        (errno.EINVAL, ResilError),
+    ],
 )
 def test_errors_of_the_system(number, kind):
     error = from_os_error(OSError(number, os.strerror(number), "/pfs/x"), "writing")
@@ -84,3 +91,25 @@ def test_merged_sorts_and_joins():
     assert merged.nbytes == 20
     empty = np.empty(0, np.int64)
     assert Runs(source=empty, target=empty, length=empty).merged().nbytes == 0
+
+
+def test_an_error_of_some_nodes_names_them(monkeypatch):
+    """Paths are the same on all nodes: an error that only some of them have would not say whose disk it is."""
+    here = threading.local()
+    monkeypatch.setattr(base, "_node", lambda: here.name)
+
+    def one(words):
+        def work(comm):
+            here.name = f"node{comm.rank + 1}"
+            with pytest.raises(SpaceError) as caught, agreed(comm, "writing"):
+                if words[comm.rank]:
+                    raise SpaceError(words[comm.rank])
+            return caught.value.message
+
+        return set(local.run(3, work))
+
+    assert one(["", "/bb is full", ""]) == {"/bb is full (on node2)"}
+    assert one(["/bb is full", "/bb is full", ""]) == {"/bb is full (on node1, node2)"}
+    assert one(["/bb is full"] * 3) == {"/bb is full"}
+    assert one(["", "", "node3 has no space"]) == {"node3 has no space"}
+    assert one(["a", "b", ""]) == {"a (on node1); b (on node2)"}

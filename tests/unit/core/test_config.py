@@ -6,6 +6,8 @@ import pytest
 
 from slurm_resil.core import config
 from slurm_resil.core.errors import EXIT_CONFIG, ConfigError
+from slurm_resil.core.failure_groups import Source
+from slurm_resil.core.protection import Protection
 from slurm_resil.core.retention import ALL, Best
 
 FULL = """
@@ -23,9 +25,16 @@ keep_best = "accuracy:max"
 lead = "90s"
 every = 500
 interval = "1h30m"
+[redundancy]
+scheme = "xor, rs:2 every 10, drain every 5"
+set_size = 6
+failure_groups = ["feature:rack=(.+)", "file:/etc/groups.toml"]
 [drain]
 cap = "2GB/s"
+retry = "5min"
 hints = { striping_factor = 8, romio_cb_write = "enable" }
+buffer = "32MiB"
+gather = false
 [requeue]
 max_restarts = 0
 max_idle_attempts = 7
@@ -65,8 +74,13 @@ def test_everything_is_read_into_units(tmp_path: Path) -> None:
     )
     assert site(tmp_path, '[prefix]\nkeep_last = "all"').prefix.keep_last == ALL
     assert made.schedule == config.Schedule(lead_s=90.0, every=500, interval_s=5400.0)
+    sources = (Source(kind="feature", argument="rack=(.+)"), Source(kind="file", argument="/etc/groups.toml"))
+    scheme = Protection.parse("xor,rs:2/10,drain/5")
+    assert made.redundancy == config.Redundancy(scheme=scheme, set_size=6, failure_groups=sources)
     assert made.drain.cap_bytes_s == 2e9
+    assert made.drain.retry_s == 300.0
     assert dict(made.drain.hints) == {"striping_factor": "8", "romio_cb_write": "enable"}
+    assert (made.drain.buffer_bytes, made.drain.gather) == (32 << 20, False)
     assert made.requeue == config.Requeue(max_restarts=0, max_idle_attempts=7)
     assert made.spares.reservation == "spares"
     assert (made.engine.address, made.engine.mode) == ("ctl:7878", "act")
@@ -124,13 +138,35 @@ def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path) -> None
         ("[prefix]\nkeep_interval = 60", "keep_interval", "60"),
         ('[prefix]\nkeep_best = "loss"', "keep_best", "'loss'"),
         ("[prefix]\nkeep_best = 1", "keep_best", "1"),
+        ('[redundancy]\nscheme = "raid"', "scheme", "'raid' is no redundancy scheme"),
+        ("[redundancy]\nscheme = 5", "scheme", "5"),
+        ('[redundancy]\nscheme = "rs:2,xor/10"', "scheme", "never comes to be"),
+        ("[redundancy]\nset_size = 1", "set_size", "1"),
+        ("[redundancy]\nset_size = 129", "set_size", "129"),
+        ('[redundancy]\nset_size = "8"', "set_size", "'8'"),
+        ('[redundancy]\nfailure_groups = "rack"', "failure_groups", "'rack'"),
+        ("[redundancy]\nfailure_groups = []", "failure_groups", "[]"),
+        ('[redundancy]\nfailure_groups = ["none", "topology"]', "failure_groups", "stand alone"),
+        ('[redundancy]\nfailure_groups = "file:groups.toml"', "failure_groups", "absolute"),
+        ('[redundancy]\nfailure_groups = "file:/a.txt"', "failure_groups", ".toml"),
+        ('[redundancy]\nfailure_groups = "feature:rack=("', "failure_groups", "no pattern"),
+        ('[redundancy]\nfailure_groups = "feature:rack=.+"', "failure_groups", "in parentheses"),
+        ('[redundancy]\nfailure_groups = "topology:a b"', "failure_groups", "'a b'"),
         ("[drain]\ncap = 2000", "cap", "2000"),
         ('[drain]\ncap = "2GB"', "cap", "'2GB'"),
         ('[drain]\ncap = "2XB/s"', "cap", "'2XB/s'"),
         ('[drain]\ncap = "0/s"', "cap", "'0/s'"),
+        ('[drain]\nbuffer = "10"', "buffer", "'10'"),
+        ("[drain]\nbuffer = 64", "buffer", "64"),
+        ('[drain]\nbuffer = "2GiB"', "buffer", "'2GiB'"),
+        ('[drain]\ngather = "no"', "gather", "'no'"),
         ('[drain]\nhints = "a=b"', "hints", "'a=b'"),
         ("[drain]\nhints = { a = true }", "hints", "True"),
         ('[drain]\nhints = { "a b" = 1 }', "hints", "a b"),
+        ("[drain]\nhints = { cb_nodes = 0 }", "hints", "a whole number from 1"),
+        ('[drain]\nhints = { romio_ds_write = "no" }', "hints", "enable, disable, automatic"),
+        ("[drain]\nretry = 60", "retry", "60"),
+        ('[drain]\nretry = "2y"', "retry", "'2y'"),
         ("[requeue]\nmax_restarts = -1", "max_restarts", "-1"),
         ("[requeue]\nmax_idle_attempts = 0", "max_idle_attempts", "0"),
         ('[spares]\nreservation = "a b"', "reservation", "'a b'"),
@@ -165,6 +201,8 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         '[burst_buffer]\nroot = "/a"\n[prefix]\nroot = "/a/b"',
         '[burst_buffer]\nroot = "/a/b"\n[prefix]\nroot = "/a"',
         "[burst_buffer]\nall_jobs = true",
+        '[redundancy]\nscheme = "rs:3"\nset_size = 3',
+        '[redundancy]\nscheme = "xor,rs/10"\nset_size = 2',
         '[engine]\nmode = "act"',
         '[spares]\nreservation = "spares"',
     ],
@@ -185,7 +223,17 @@ def test_a_value_that_is_wrong_is_not_missing_too(tmp_path: Path) -> None:
 
 def test_every_example_is_valid(tmp_path: Path) -> None:
     lines = []
-    for section in ("burst_buffer", "prefix", "schedule", "drain", "requeue", "spares", "engine", "security"):
+    for section in (
+        "burst_buffer",
+        "prefix",
+        "schedule",
+        "redundancy",
+        "drain",
+        "requeue",
+        "spares",
+        "engine",
+        "security",
+    ):
         lines.append(f"[{section}]")
         lines += [f"{key} = {field.metadata['example']}" for key, field in config.keys(section).items()]
     made = site(tmp_path, "\n".join(lines))

@@ -57,17 +57,25 @@ def test_the_environment_replaces_the_site() -> None:
         "SLURM_RESIL_INTERVAL": "10min",
         "SLURM_RESIL_LEAD": "1:30:00",
         "SLURM_RESIL_CAP": "10MB/s",
+        "SLURM_RESIL_RETRY": "5min",
+        "SLURM_RESIL_HINTS": "striping_factor=8, cb_config_list=n1:1,n2:2",
         "SLURM_RESIL_ENGINE": "other:2",
         "SLURM_RESIL_KEEP_LAST": "3",
         "SLURM_RESIL_KEEP_EVERY": "1000",
         "SLURM_RESIL_KEEP_INTERVAL": "1h",
         "SLURM_RESIL_KEEP_BEST": "loss:min:2",
+        "SLURM_RESIL_REDUNDANCY": "xor, rs:2 every 10",
+        "SLURM_RESIL_SET_SIZE": "6",
+        "SLURM_RESIL_SLOTS": "5",
     }
     made = Settings.from_env(env, SITE)
     assert made.bb_root.value == "/mnt/bb"
     assert made.prefix_root.value == os.path.abspath("runs")
     assert (made.every.value, made.interval_s.value, made.lead_s.value) == (7, 600.0, 5400.0)
     assert (made.cap_bytes_s.value, made.engine.value) == (1e7, "other:2")
+    assert made.retry_s.value == 300.0
+    assert dict(made.hints.value) == {"striping_factor": "8", "cb_config_list": "n1:1,n2:2"}
+    assert (str(made.redundancy.value), made.set_size.value) == ("xor,rs/10", 6)
     best = Best(metric="loss", count=2)
     assert made.retention == Retention(keep_last=3, every_iterations=1000, every_s=3600.0, best=best)
     assert {value.source for value in vars(made).values()} == set(env)
@@ -84,12 +92,14 @@ def test_all_wrong_variables_are_told_at_once() -> None:
         "SLURM_RESIL_INTERVAL": "0s",
         "SLURM_RESIL_LEAD": "soon",
         "SLURM_RESIL_CAP": "fast",
+        "SLURM_RESIL_RETRY": "400d",
+        "SLURM_RESIL_HINTS": "striping_factor=many",
         "SLURM_RESIL_ENGINE": "ctl",
         "SLURM_RESIL_COLOUR": "red",
     }
     with pytest.raises(ConfigError) as caught:
         Settings.from_env(env, NONE)
-    assert len(caught.value.faults) == 7
+    assert len(caught.value.faults) == 9
     for name, value in env.items():
         assert any(name in fault and repr(value) in fault for fault in caught.value.faults), name
 
@@ -161,6 +171,32 @@ def test_what_a_job_keeps_is_added_to_what_the_site_keeps() -> None:
         Settings.from_env({"SLURM_RESIL_KEEP_LAST": "1"}, strict)
 
 
+def test_a_scheme_that_its_sets_are_too_small_for() -> None:
+    site = config.parse({"redundancy": {"set_size": 4}}, "/etc/site.toml")
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({"SLURM_RESIL_REDUNDANCY": "xor,rs:4/10"}, site)
+    (fault,) = caught.value.faults
+    assert "rs:4 covers the loss of 4 nodes of a set, which takes 5 at least" in fault
+    assert "SLURM_RESIL_REDUNDANCY; /etc/site.toml [redundancy] set_size" in fault
+    held = Settings.from_env({"SLURM_RESIL_REDUNDANCY": "xor,rs:4/10", "SLURM_RESIL_SET_SIZE": "8"}, site)
+    assert held.set_size.value == 8
+
+
+@pytest.mark.parametrize("value", ["1", "129", "many", "-4"])
+def test_a_size_of_sets(value: str) -> None:
+    with pytest.raises(ConfigError, match="SLURM_RESIL_SET_SIZE="):
+        Settings.from_env({"SLURM_RESIL_SET_SIZE": value}, NONE)
+
+
+def test_protection_is_what_the_site_leaves_to_jobs() -> None:
+    strict = config.parse({"security": {"user_may": ["every"]}, "redundancy": {"scheme": "xor"}}, "/etc/site.toml")
+    assert str(Settings.from_env({}, strict).redundancy.value) == "xor"
+    assert str(Settings.from_env({"SLURM_RESIL_REDUNDANCY": "xor"}, strict).redundancy.value) == "xor"
+    for name, value in (("REDUNDANCY", "rs:2"), ("SET_SIZE", "4")):
+        with pytest.raises(ConfigError, match="user_may"):
+            Settings.from_env({f"SLURM_RESIL_{name}": value}, strict)
+
+
 def test_what_the_launcher_passes_on_is_no_override() -> None:
     strict = config.parse({"security": {"user_may": []}, "schedule": {"lead": "90s"}}, "/etc/site.toml")
     assert Settings.from_env({"SLURM_RESIL_LEAD": "90s"}, strict).lead_s.source == "/etc/site.toml [schedule] lead"
@@ -170,3 +206,45 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 987654)
     with pytest.raises(ConfigError, match="987654"):
         Settings.from_env({}, SITE)
+
+
+def test_a_slot_more_where_nodes_protect_each_other():
+    assert Settings.from_env({}, NONE).slot_count == 3
+    assert Settings.from_env({"SLURM_RESIL_REDUNDANCY": "xor"}, NONE).slot_count == 4
+    assert Settings.from_env({"SLURM_RESIL_REDUNDANCY": "xor", "SLURM_RESIL_SLOTS": "2"}, NONE).slot_count == 2
+    site = config.parse({"burst_buffer": {"slots": 5}}, "/etc/site.toml")
+    assert Settings.from_env({}, site).slot_count == 5
+
+
+@pytest.mark.parametrize("value", ["1", "17", "three", "-2", "2.5"])
+def test_a_number_of_slots_that_makes_no_sense(value):
+    with pytest.raises(ConfigError, match=r"SLURM_RESIL_SLOTS=.*from 2 to 16"):
+        Settings.from_env({"SLURM_RESIL_SLOTS": value}, NONE)
+    with pytest.raises(ConfigError, match="slots"):
+        config.parse({"burst_buffer": {"slots": int(value) if value in ("1", "17") else value}}, "/etc/site.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "=1",
+        "a=",
+        "a=1,a=2",
+        "a b=1",
+        "romio_cb_write=on",
+        "cb_nodes=0",
+        "striping_unit=-1",
+        "x=a\nb",
+        "striping_factor=٣",
+    ],
+)
+def test_hints_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="SLURM_RESIL_HINTS=") as caught:
+        Settings.from_env({"SLURM_RESIL_HINTS": text}, NONE)
+    assert "as in striping_factor=8" in str(caught.value)
+
+
+def test_no_patience_at_all_can_be_wanted() -> None:
+    assert Settings.from_env({"SLURM_RESIL_RETRY": "0s"}, NONE).retry_s.value == 0.0
+    assert Settings.from_env({"SLURM_RESIL_HINTS": "striping_factor=-1"}, NONE).hints.value["striping_factor"] == "-1"

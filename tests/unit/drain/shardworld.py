@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import shutil
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 
 from slurm_resil.comm import local
 from slurm_resil.core import paths
 from slurm_resil.core.model import RunInfo
 from slurm_resil.drain import collective
 from slurm_resil.drain.skeleton import dataset, skeleton
-from slurm_resil.format import frame, stamp
+from slurm_resil.format import container, frame, stamp
 from slurm_resil.format.manifest import DrainedManifest, Extent, Item, ShardManifest, digest
 
 RUN = "run-7"
@@ -65,17 +68,23 @@ class World:
         job_dir = self.job_dir(rank // self.per_node)
         for name in ("slots", "manifests"):
             os.makedirs(f"{job_dir}/{name}", exist_ok=True)
-        items, at = [], 4096
         path = paths.slot(job_dir, rank, slot)
-        with open(path, "wb") as file:
-            for name, one in state.items():
+        Path(path).unlink(missing_ok=True)
+        specs = [
+            container.Spec(path=f"/state/{name}", dtype=f"numpy.{one.data.dtype.str}", shape=one.data.shape)
+            for name, one in state.items()
+        ]
+        made = container.create_skeleton(path, specs, user_block_bytes=container.USER_BLOCK_BYTES)
+        items = []
+        with open(path, "r+b") as file:
+            for offset, (name, one) in zip(made.offsets, state.items(), strict=True):
                 raw = np.ascontiguousarray(one.data).tobytes()
                 items.append(
                     Item(
                         name=name,
                         dtype=f"numpy.{one.data.dtype.str}",
                         shape=one.data.shape,
-                        offset=at if raw else None,
+                        offset=offset,
                         nbytes=len(raw),
                         sharing=one.sharing,
                         global_shape=one.global_shape or one.data.shape,
@@ -83,9 +92,8 @@ class World:
                         xxh3=digest(raw),
                     )
                 )
-                file.seek(at)
+                file.seek(offset or 0)
                 file.write(raw)
-                at += -(-len(raw) // 64) * 64
         manifest = ShardManifest(
             run_id=RUN,
             job_id=9,
@@ -101,7 +109,6 @@ class World:
         )
         run = RunInfo(run_id=RUN, job_id=9, attempt=attempt, cycle=0, world_size=self.ranks, nodes=1)
         with open(path, "r+b") as file:
-            file.truncate(max(at, 4096))  # as a slot is: whole, and stamped in front
             with mmap.mmap(file.fileno(), 0) as slot_map:
                 mark = stamp.make(run, generation=1, iteration=iteration, rank=rank)
                 stamp.begin(slot_map, mark)
@@ -134,6 +141,9 @@ class World:
         stop = options.pop("stop", lambda: False)
         progress = options.pop("progress", lambda _: None)
         options.setdefault("lease_stale_s", 0.5)
+        options.setdefault("retry_s", 0.0)
+        tell = options.pop("tell", lambda _name, _fields: None)
+        heed = options.pop("heed", lambda _: None)
 
         def one(comm):
             return collective.drain(
@@ -145,6 +155,8 @@ class World:
                 options=collective.Options(**options),
                 stop=stop,
                 progress=progress,
+                tell=tell,
+                heed=heed,
             )
 
         outcomes = local.run(movers or self.nodes, one)
@@ -259,3 +271,12 @@ def _strided(tensor: np.ndarray, rank: int, ranks: int) -> Local:
     data = np.concatenate([tensor[at : at + 2] for at in starts])
     extents = tuple(Extent(local=(2 * i, 0), start=(at, 0), shape=(2, tensor.shape[1])) for i, at in enumerate(starts))
     return Local(data, "sharded", tensor.shape, extents)
+
+
+def mpiexec() -> str:
+    """Program that starts movers without Slurm."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("no mpiexec")
+    return found

@@ -15,9 +15,9 @@ import pytest
 
 from slurm_resil.comm.base import MAX_WRITE_BYTES
 from slurm_resil.core.errors import ConfigError, ResilError, TryAgainError
+from slurm_resil.core.throttle import Throttle
 from slurm_resil.drain import hints, lease
 from slurm_resil.drain.collective import Options
-from slurm_resil.drain.throttle import Throttle
 
 
 class FakeClock:
@@ -116,7 +116,7 @@ def test_hints(tmp_path):
 
 
 def test_priority_is_lowered():
-    code = "from slurm_resil.drain import priority; import os; priority.lower(); priority.lower(); print(os.nice(0))"
+    code = "from slurm_resil.core import priority; import os; priority.lower(); priority.lower(); print(os.nice(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 10
 

@@ -178,7 +178,7 @@ def test_rounds_are_bounded_and_complete():
     size = 3 << 30  # more than a 32-bit count
     shards = [shard(rank, plain("big", "x", nbytes=size), rows(2 * rank, 2, total=4)) for rank in range(2)]
     for mover, own in enumerate(make(shards, 2)):
-        cut = list(rounds.cut(own, 64 << 20))
+        cut = list(rounds.cut(own, own.pieces, lambda: 64 << 20))
         assert all(0 < sum(piece.nbytes for piece in one) <= 64 << 20 for one in cut)
         joined = [(p.source, p.part, p.first, p.last) for one in cut for p in one]
         assert sum(last - first for *_, first, last in joined) == own.loads[mover]
@@ -200,10 +200,10 @@ def test_rounds_bound_the_number_of_runs():
     )
     other = Item(**{**vars(item), "xxh3": "b", "extents": (Extent(local=(0, 0), start=(0, 1), shape=(1000, 1)),)})
     own = make([shard(0, item), shard(1, other)], 2)[0]
-    cut = list(rounds.cut(own, 1 << 20, max_runs=64))
+    cut = list(rounds.cut(own, own.pieces, lambda: 1 << 20, max_runs=64))
     assert len(cut) == 16
     assert all(own.sources[p.source].runs(p.part, p.first, p.last).length.size <= 64 for one in cut for p in one)
-    assert rounds.count_runs(own) == 1001
+    assert rounds.count_runs(own, own.pieces) == 1001
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([1, 2, 3, 7], "ranks 1-3,7"), ([0, 2], "ranks 0,2")])

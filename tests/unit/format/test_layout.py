@@ -23,6 +23,17 @@ def test_every_key_has_a_name_of_its_own():
         part.encode()  # no lone surrogate
 
 
+def test_names_as_other_programs_know_them():
+    keys = ["a/b", "ü/日本", "%", "", ".", "..", "~", "a%2Fb", "new\nline", "nul\0", "blocks.0.weight"]
+    encoded = {layout.join("model", key): key for key in keys}
+    assert layout.plain_names(encoded) == {name: f"model/{key}" for name, key in encoded.items()}
+    # those that would be the same stay what they are, and so does what cannot be decoded
+    names = [layout.join("a", "b"), layout.join("a/b"), layout.join(3), layout.join("x" * 2000), layout.join("\ud800")]
+    assert layout.plain_names(names) == {name: name for name in names}
+    names = ["%252F", "%2F", "a%2Fb", "a/b"]
+    assert layout.plain_names(names) == {"%252F": "%2F", "%2F": "/", "a%2Fb": "a%2Fb", "a/b": "a/b"}
+
+
 def test_names_in_the_file():
     assert layout.dataset_path("a/b") == "/state/a/b"
     assert layout.dataset_path("values", 3) == "/ranks/3/values"

@@ -1,9 +1,14 @@
 import pytest
 
-from slurm_resil.core.errors import UsageError
+from slurm_resil.agent.place import from_env
+from slurm_resil.core import config
+from slurm_resil.core.config import Drain
+from slurm_resil.core.errors import ConfigError, UsageError
+from slurm_resil.core.layout import Layout
 from slurm_resil.core.model import RunInfo
+from slurm_resil.core.settings import Settings
 from slurm_resil.launch import commands
-from slurm_resil.launch.layout import Layout
+from slurm_resil.launch.commands import Move
 
 
 def job(**changes):
@@ -39,7 +44,7 @@ def test_the_jobs_shape_never_reaches_a_step():
     for command in (
         commands.ranks(job(), 0, ["true"]),
         commands.agents(job(), 0, ["n3"]),
-        commands.mover(job(), 40, None, finish=False),
+        commands.mover(job(), Move(kind="drain", iteration=40)),
     ):
         assert not set(command.env) & commands.TRAPS
         assert not [name for name in command.env if name.startswith(("SLURM_STEP", "PMI_"))]
@@ -80,12 +85,24 @@ def test_gpus_are_for_ranks_only():
     assert "--no-kill" not in commands.ranks(job(), 0, ["x"]).argv
 
 
+def test_drains_get_the_patience_and_the_hints_of_site_and_job():
+    site = config.parse({"drain": {"hints": {"cb_nodes": 4, "striping_factor": 8}, "retry": "2min"}}, "/site.toml")
+    held = Settings.from_env({"SLURM_SUBMIT_DIR": "/a"}, site)
+    assert commands.drain_args(held) == ["--retry", "120", "--hint=cb_nodes=4", "--hint=striping_factor=8"]
+    held = Settings.from_env({"SLURM_RESIL_RETRY": "0s", "SLURM_RESIL_HINTS": "a=b,c"}, site)
+    assert commands.drain_args(held) == ["--retry", "0", "--hint=a=b,c"]
+    site = Drain(buffer_bytes=1 << 20, gather=False, hints={"x": "1"})
+    assert commands.drain_args(held, site)[2:] == ["--hint=a=b,c", "--buffer=1048576", "--no-gather"]
+
+
 def test_mover_is_an_mpi_step_with_one_process_per_node():
-    command = commands.mover(job(), 40, 1000.0, finish=False)
+    command = commands.mover(job(), Move(kind="drain", iteration=40, cap_bytes_s=1000.0))
     assert {"--mpi=pmi2", "--ntasks=3", "--nodelist=n1,n5,n3"} <= set(command.argv)
     assert command.argv[-4:] == ("--on-term", "stop", "--cap", "1000")
-    last = commands.mover(job(), 40, None, finish=True)
-    assert last.argv[-2:] == ("--on-term", "finish")
+    last = commands.mover(job(), Move(kind="encode", iteration=40, finish=True, arguments=("--scheme", "xor")))
+    assert last.argv[-4:] == ("--on-term", "finish", "--scheme", "xor")
+    assert last.argv[last.argv.index("mover") + 1] == "encode"
+    assert "--job-name=resil-encode-40" in last.argv
 
 
 def test_a_layout_too_long_for_a_variable_goes_to_a_file():
@@ -112,3 +129,15 @@ def test_other_srun_arguments_pass():
     commands.check_srun_args(["--mpi=pmix", "--mem=0", "-c4"])
     argv = commands.ranks(job(srun_args=("--mpi=pmix",)), 0, ["x"]).argv
     assert argv.index("--mpi=pmix") > argv.index("--mpi=none")  # the last one wins
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_what_the_launcher_has_found_holds_where_the_site_leaves_nothing_to_jobs(tmp_path, slots):
+    site = tmp_path / "site.toml"
+    site.write_text('[burst_buffer]\nroot = "/bb"\n[security]\nuser_may = ["prefix", "every"]\n')
+    made = job(slots=slots, base_env={"SLURM_RESIL_SITE": str(site)})
+    for command in (commands.agents(made, 0, ["n3"]), commands.ranks(made, 0, ["x"])):
+        place = from_env({**command.env, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "6"})
+        assert (place.slots, place.every) == (slots, 25)
+    with pytest.raises(ConfigError, match="leaves 'slots' to nobody"):
+        from_env({"SLURM_RESIL_SITE": str(site), "SLURM_RESIL_SLOTS": str(slots)})

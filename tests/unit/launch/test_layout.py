@@ -3,9 +3,10 @@ import random
 
 import pytest
 
+from slurm_resil.core import layout
 from slurm_resil.core.errors import DataError, UsageError
-from slurm_resil.launch import layout
-from slurm_resil.launch.layout import Layout, assign
+from slurm_resil.core.layout import Layout
+from slurm_resil.launch.layout import assign, rendezvous_port
 
 
 def test_first_attempt_takes_slurms_order():
@@ -73,7 +74,7 @@ def test_bad_file_is_named_with_a_mend(tmp_path, text):
 
 
 def test_ports_differ_between_cycles_attempts_and_neighbouring_jobs():
-    seen = {layout.rendezvous_port(*key) for key in itertools.product([70, 71], range(5), range(10))}
+    seen = {rendezvous_port(*key) for key in itertools.product([70, 71], range(5), range(10))}
     assert len(seen) == 100
     assert min(seen) >= 20_000
     assert max(seen) < 32_000

@@ -4,6 +4,7 @@ import signal
 import pytest
 
 from slurm_resil.core.model import Level, NoticeKind
+from slurm_resil.core.schemes import Scheme
 from slurm_resil.launch import moves as m
 from slurm_resil.launch.guard import AttemptRecord
 from slurm_resil.launch.policy import Phase, Policy, Rules
@@ -35,6 +36,9 @@ class Bench:
             actions += self.on(m.Tick(), 0.5)
         return actions
 
+    def encoded(self, iteration, ok=True, seconds=1.0, **fields):
+        return self.on(m.MoverEnded(kind="encode", iteration=iteration, ok=ok, duration_s=seconds, **fields), seconds)
+
     def drained(self, iteration, ok=True, seconds=2.0):
         return self.on(m.MoverEnded(iteration=iteration, ok=ok, duration_s=seconds, words=""), seconds)
 
@@ -43,6 +47,21 @@ class Bench:
 
     def notice(self, kind=NoticeKind.PREEMPTION, deadline=15.0):
         return self.on(m.Noticed(kind=kind, stop=True, deadline=self.now + deadline if deadline else None))
+
+
+class Chosen:
+    """Schemes by the number of the checkpoint, and one in so many is drained while training goes on."""
+
+    protects = True
+
+    def __init__(self, *schemes, drain_every=1):
+        self.schemes, self.drain_every = [Scheme.parse(scheme) for scheme in schemes], drain_every
+
+    def scheme(self, number):
+        return self.schemes[number % len(self.schemes)]
+
+    def drained(self, number):
+        return number % self.drain_every == 0
 
 
 def kinds(actions):
@@ -118,7 +137,8 @@ def test_an_attempt_that_slurm_counts_as_over_does_not_wait_for_a_kill_that_may_
 def test_stop_interrupts_a_capped_drain_of_an_older_checkpoint():
     b = Bench()
     b.on(m.SealedAll(iteration=40))
-    b.notice()
+    assert b.notice() == [m.HurryDrain(iteration=40, finish=False)]  # perhaps nothing newer comes
+    assert b.notice(kind=NoticeKind.WALLTIME) == []  # once
     assert kinds(b.on(m.StopReached(iteration=44))) == [m.CancelDrain]
     assert b.drained(40, ok=False) == [m.Drain(iteration=44, capped=False)]
 
@@ -380,10 +400,10 @@ def test_an_engine_that_takes_the_job_over_and_does_nothing_is_passed_by():
 @pytest.mark.parametrize("seed", range(60))
 def test_any_order_of_events_keeps_the_invariants(seed):
     rng = random.Random(seed)
-    b = Bench(rules=Rules(can_continue=rng.random() < 0.7))
-    sealed, moving, handed_over = 0, None, False
+    b = Bench(rules=Rules(can_continue=rng.random() < 0.7), chosen=rng.choice([None, Chosen("xor")]))
+    sealed, moving, handed_over, encoding = 0, None, False, None
     for _ in range(120):
-        choice = rng.randrange(9)
+        choice = rng.randrange(13)
         if choice == 0:
             sealed += 1
             event = m.SealedAll(iteration=sealed)
@@ -401,6 +421,15 @@ def test_any_order_of_events_keeps_the_invariants(seed):
             event, moving = m.MoverEnded(iteration=moving, ok=rng.random() < 0.7, duration_s=1.0), None
         elif choice == 7:
             event = m.Continued(accepted=rng.random() < 0.5)
+        elif choice == 8 and encoding is not None:
+            event = m.MoverEnded(kind="encode", iteration=encoding, ok=rng.random() < 0.7, duration_s=1.0)
+            encoding = None
+        elif choice == 9 and sealed:
+            event = m.Restored(iteration=sealed, cycle=1, durable=b.policy.drains.durable)
+        elif choice == 10 and moving is not None:
+            event = m.DrainBegan(iteration=moving)
+        elif choice == 11 and moving is not None:
+            event = m.OrderTaken(iteration=moving, finish=rng.random() < 0.5)
         else:
             event = m.Tick()
         done = b.policy.phase is Phase.DONE
@@ -411,6 +440,12 @@ def test_any_order_of_events_keeps_the_invariants(seed):
                 assert moving is None, "two movers"
                 assert action.iteration > b.policy.drains.durable
                 moving = action.iteration
+            if isinstance(action, m.HurryDrain):
+                assert action.iteration == moving
+            if isinstance(action, m.Encode):
+                assert encoding is None, "two encodes"
+                assert action.iteration > max(b.policy.encodes.protected, b.policy.drains.durable)
+                encoding = action.iteration
             if isinstance(action, m.StartCycle):
                 assert not handed_over, "ranks started after the job was handed over"
             if isinstance(action, m.Continue | m.Hold):

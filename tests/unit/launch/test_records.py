@@ -2,6 +2,7 @@ import json
 import threading
 import time
 
+from slurm_resil.core.model import Levels
 from slurm_resil.launch import records
 from slurm_resil.launch.guard import AttemptRecord
 
@@ -47,8 +48,6 @@ def test_a_torn_record_counts_as_an_attempt_that_gained_nothing(tmp_path):
 
 
 def test_a_start_right_after_a_good_end_has_nothing_to_do(tmp_path):
-    from slurm_resil.launch import records
-
     run = str(tmp_path)
     assert not records.complete(run, 7, restarts=2, within_s=60)
     attempt = records.Attempt(run, 3, job_id=7, restarts=1, nodes=["n1"])
@@ -62,3 +61,13 @@ def test_a_start_right_after_a_good_end_has_nothing_to_do(tmp_path):
         assert not records.complete(run, 7, restarts=1, within_s=60)  # the same batch script runs it once more
     records.Attempt(run, 4, job_id=7, restarts=1, nodes=["n1"]).update()  # a newer one that is at work
     assert not records.complete(run, 7, restarts=2, within_s=60)
+
+
+def test_levels_are_those_of_the_newest_attempt(tmp_path):
+    assert records.levels(str(tmp_path)) is None
+    for number, levels in ((1, {"local": 90}), (2, {"local": 60, "protected": 40, "durable": 50})):
+        records.Attempt(str(tmp_path), number, job_id=7, restarts=1, nodes=["a"]).update(levels=levels)
+    assert records.levels(str(tmp_path)) == Levels(local=60, protected=50, durable=50)
+    for text in ("{}", '{"levels": 5}', '{"levels": {"local": "x"}}', "["):
+        (tmp_path / "attempts" / "3.json").write_text(text)
+        assert records.levels(str(tmp_path)) is None
