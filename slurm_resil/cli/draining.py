@@ -108,6 +108,6 @@ def cancel_drain(run_dir: str, *, timeout_s: float) -> DrainStatus:
         time.sleep(_POLL_S)
     raise TryAgainError(
         f"the drain of iteration {begun.iteration} has not ended in {timeout_s:g} s",
-        mend=f"it ends when storage answers; or end its step, resil-drain-{begun.iteration}, with scancel",
+        mend=f"it ends when storage answers; or end its step, resil-drain-{begun.iteration}@ATTEMPT, with scancel",
         path=run_dir,
     )

@@ -71,6 +71,11 @@ class Command:
     def __str__(self) -> str:
         return shlex.join(self.argv)
 
+    @property
+    def step(self) -> str:
+        """Name of its step in Slurm, empty if it makes none."""
+        return next((part.partition("=")[2] for part in self.argv if part.startswith("--job-name=")), "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -201,9 +206,12 @@ def step(srun: str, nodes: Sequence[str], name: str, per_node: int = 1) -> list[
     ]
 
 
-def ranks_name(cycle: int) -> str:
-    """Name of the step of the ranks."""
-    return f"resil-ranks-{cycle}"
+def step_name(job: Job, what: str) -> str:
+    """Name of a step; steps are killed by it.
+
+    It names the attempt: a launcher may outlive its attempt, and must not kill the steps of the next one.
+    """
+    return f"resil-{what}@{job.info.attempt}"
 
 
 def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
@@ -212,7 +220,7 @@ def ranks(job: Job, cycle: int, command: Sequence[str]) -> Command:
     Not with ``--kill-on-bad-exit=1``: SIGTERM would be sent, which ranks ignore, and SIGKILL only after KillWait, and a
     slurmstepd that waits for that takes no other SIGKILL. The launcher kills the step itself, at once.
     """
-    argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, ranks_name(cycle))
+    argv = _shape(job, job.layout.nodes, job.layout.ranks_per_node, step_name(job, f"ranks-{cycle}"))
     argv += ["--kill-on-bad-exit=0", "--label", "--unbuffered", "--mpi=none", *job.srun_args]
     argv += [job.python, "-m", "slurm_resil.launch.rank", "--", *command]
     env = resil_env(job, cycle, clean(job.base_env))
@@ -226,7 +234,7 @@ def agent_args(job: Job) -> list[str]:
 
 def agents(job: Job, cycle: int, nodes: Sequence[str]) -> Command:
     """One srun for the agents of some nodes; a dead agent or node does not take the others along."""
-    argv = _shape(job, nodes, 1, "resil-agent")
+    argv = _shape(job, nodes, 1, step_name(job, "agent"))
     argv += ["--kill-on-bad-exit=0", "--no-kill", "--label", "--unbuffered", "--mpi=none", "--gres=none"]
     argv += agent_args(job)
     env = resil_env(job, cycle, clean(job.base_env, keep_gpus=False))
@@ -235,7 +243,7 @@ def agents(job: Job, cycle: int, nodes: Sequence[str]) -> Command:
 
 def mark(job: Job, nodes: Sequence[str], path: str, text: str) -> Command:
     """Write (or with an empty text remove) a small file on nodes."""
-    argv = _shape(job, nodes, 1, "resil-mark")
+    argv = _shape(job, nodes, 1, step_name(job, "mark"))
     argv += ["--kill-on-bad-exit=0", "--no-kill", "--mpi=none", "--gres=none"]
     argv += [job.python, "-m", "slurm_resil.launch.mark", path, text]
     return Command(argv=tuple(argv), env=clean(job.base_env, keep_gpus=False), title=f"mark of {','.join(nodes)}")
@@ -282,7 +290,7 @@ def mover_args(job: Job, move: Move) -> list[str]:
 
 def mover(job: Job, move: Move) -> Command:
     """One short MPI step, one process per node; one that dies takes the others along as with :func:`ranks`."""
-    argv = _shape(job, job.layout.nodes, 1, f"resil-{move.kind}-{move.iteration}")
+    argv = _shape(job, job.layout.nodes, 1, step_name(job, f"{move.kind}-{move.iteration}"))
     argv += ["--kill-on-bad-exit=0", "--mpi=pmi2", "--gres=none", *mover_args(job, move)]
     env = resil_env(job, 0, clean(job.base_env, keep_gpus=False))
     return Command(argv=tuple(argv), env=env, title=f"{move.kind} of iteration {move.iteration}")

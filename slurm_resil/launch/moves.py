@@ -397,6 +397,11 @@ class Hold(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskWhetherOver(Action):
+    """Ask Slurm whether this attempt is over already; the answer, if it is, comes as a Continued."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Goodbye(Action):
     """Tell the agents to end, so that nobody waits for Slurm to kill them."""
 

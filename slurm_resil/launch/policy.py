@@ -86,7 +86,7 @@ class Policy:
         self.assumed: float | None = None  # the least that Slurm leaves, counted while nobody has named one
         self.stop_at: int | None = None
         self.leave_since: float | None = None
-        self.asked = 0
+        self.asked, self.told = 0, False
         # nodes
         self.agents = Agents(rules.agent_restarts)
         self.probing = False
@@ -334,6 +334,8 @@ class Policy:
     def _asked(self, event: m.Asked, now: float) -> list[m.Action]:
         if self.phase is Phase.WAITING:
             return self._finish(EXIT_TRY_AGAIN, "the job starts again")
+        # it may be the one that follows the requeue, faster than the answer to the request
+        self.told |= self.phase is Phase.CONTINUING and event.signum == signal.SIGTERM
         self.asked += 1
         code = 128 + event.signum
         if event.signum == signal.SIGINT and self.asked > 1:
@@ -347,6 +349,8 @@ class Policy:
         return [m.Notify(kind=NoticeKind.PERSON, deadline_in_s=limit, source=f"launcher got {name}")]
 
     def _continued(self, event: m.Continued, now: float) -> list[m.Action]:
+        if self.phase is Phase.WAITING and event.already:
+            return self._finish(EXIT_TRY_AGAIN, "the job starts again")
         if self.phase is not Phase.CONTINUING:
             return []
         if event.accepted:
@@ -357,7 +361,7 @@ class Policy:
             if event.already:
                 # it has sent its SIGTERM before, and where it tracks processes by their parents no SIGKILL follows
                 return actions + self._finish(EXIT_TRY_AGAIN, "the job starts again")
-            return actions
+            return [*actions, m.AskWhetherOver()] if self.told else actions
         if event.final:
             words = f"the job is not continued: {event.words}"
             return [_report("not_requeued", words=event.words), *self._finish(EXIT_TRY_AGAIN, words)]
@@ -444,7 +448,7 @@ class Policy:
 
     def _request(self, request: m.Continue | m.Hold) -> list[m.Action]:
         self.phase = Phase.CONTINUING
-        self.request = request
+        self.request, self.told = request, False
         self.retry_at = None
         return [request]
 

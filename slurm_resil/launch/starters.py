@@ -62,7 +62,7 @@ class SrunStarter:
     def agents(self, cycle: int, nodes: Sequence[str], ended: AgentsEnded) -> Step:
         """See Starter."""
         command = commands.agents(self._job, cycle, nodes)
-        kill = self._slurm_kill("resil-agent")
+        kill = self._slurm_kill(command)
         log = self._agent_log
         return Process(
             command, stdout=log, stderr=log, ended=lambda step, code: ended(code, step.lines), slurm_kill=kill
@@ -80,16 +80,16 @@ class SrunStarter:
             words = verdict.words.replace(f"task {verdict.task} ", f"rank {rank} ", 1)
             ended(replace(verdict, rank=rank, words=words))
 
-        name = commands.ranks_name(cycle)
         made = commands.ranks(self._job, cycle, command)
-        return Ranks(made, ended=place, slurm_kill=self._slurm_kill(name))
+        return Ranks(made, ended=place, slurm_kill=self._slurm_kill(made))
 
     def mover(self, move: Move, said: MoverSaid, ended: MoverEnded) -> Step:
         """See Starter."""
-        return _mover(commands.mover(self._job, move), said, ended, self._slurm_kill)
+        command = commands.mover(self._job, move)
+        return _mover(command, said, ended, self._slurm_kill(command))
 
-    def _slurm_kill(self, name: str) -> SlurmKill:
-        return lambda wanted: self._cluster.kill_step(name, wanted)
+    def _slurm_kill(self, command: Command) -> SlurmKill:
+        return lambda wanted: self._cluster.kill_step(command.step, wanted)
 
     def mark(self, nodes: Sequence[str], path: str, text: str) -> None:
         """See Starter."""
@@ -161,14 +161,12 @@ class LocalStarter:
         return [self._agent(0), *self._ranks(0, command), self._mover(Move(kind="drain", iteration=0))]
 
 
-def _mover(command: Command, said: MoverSaid, ended: MoverEnded, slurm_kill: Callable[[str], SlurmKill] | None) -> Step:
+def _mover(command: Command, said: MoverSaid, ended: MoverEnded, slurm_kill: SlurmKill | None) -> Step:
     began = time.monotonic()
 
     def end(step: Process, code: int) -> None:
         ended(code, [*step.lines, *step.out], time.monotonic() - began)
 
-    name = next((part.partition("=")[2] for part in command.argv if part.startswith("--job-name=")), "")
-    kill = slurm_kill(name) if slurm_kill is not None else None
     doom_s = TELL_S if slurm_kill is not None else None
     # its words go to the event log
-    return Process(command, stdout="pipe", quiet=True, said=said, ended=end, slurm_kill=kill, doom_s=doom_s)
+    return Process(command, stdout="pipe", quiet=True, said=said, ended=end, slurm_kill=slurm_kill, doom_s=doom_s)

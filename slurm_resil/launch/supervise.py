@@ -315,6 +315,8 @@ class Supervisor:
                     self._leader.notice(Notice(kind=action.kind, stop=True, deadline_s=deadline, source=action.source))
                 case m.Continue() | m.Hold():
                     self._thread(lambda action=action: self._hand_over(action), "requeue")  # type: ignore[misc] # bound now
+                case m.AskWhetherOver():
+                    self._thread(self._look_whether_over, "over")
                 case m.Goodbye():
                     self._leader.goodbye()
                 case m.Finish():
@@ -438,6 +440,12 @@ class Supervisor:
             except ResilError as error:
                 self.report("warning", words=f"the engine does not help: {error.message}")
         return False, self._cluster.requeue(bad_nodes=bad)
+
+    def _look_whether_over(self) -> None:
+        """Thread."""
+        with contextlib.suppress(ResilError):  # what is not known is waited for
+            if self._cluster.record().restarts > self._job.restarts:
+                self._inbox.put(m.Continued(accepted=True, already=True))
 
     def _finish(self, action: m.Finish) -> None:
         self._leader.goodbye()

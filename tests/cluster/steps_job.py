@@ -49,7 +49,7 @@ def running(number: int) -> str:
         argv = ["squeue", "--steps", "--noheader", "--jobs", str(number), "--format", "%i|%j"]
         for line in subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines():
             step, _, name = line.strip().partition("|")
-            if name == f"resil-drain-{ITERATION}":
+            if name == f"resil-drain-{ITERATION}@0":
                 return step
         time.sleep(0.05)
 

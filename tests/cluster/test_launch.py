@@ -6,12 +6,15 @@ What happened is checked from outside: Slurm's record, and digests that are comp
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from launched import Job, expected, jobs, wait_for
+from launched import SCRIPT, Job, expected, jobs, wait_for
 
+from slurm_resil.launch.rules import Rules
 from slurm_resil.recovery.actions import SETTLE_S
 from slurm_resil.sandbox import Sandbox
 
@@ -75,6 +78,31 @@ def test_preempted_it_saves_requeues_itself_and_goes_on(sandbox, start):
     # saved at the notice: nothing is trained twice, whatever the tier
     assert {line["start"] for line in job.starts(1).values()} == {stop["iteration"]}
     assert {line["stopped"] for line in job.lines if "stopped" in line} == {stop["iteration"]}
+    assert job.record["Restarts"] == "1"
+
+
+def test_a_kill_that_is_faster_than_scontrol_ends_the_launcher_all_the_same(sandbox, start):
+    """Slurm kills the attempt while the launcher still waits for the answer to its request; no other kill follows."""
+    slow = sandbox.pfs / "slow"
+    slow.mkdir(exist_ok=True)
+    scontrol = slow / "scontrol"
+    real = shutil.which("scontrol")
+    scontrol.write_text(
+        f"#!{sys.executable}\n"
+        "import subprocess, sys, time\n"
+        f"code = subprocess.run([{real!r}, *sys.argv[1:]]).returncode\n"
+        "time.sleep(4 if 'requeue' in sys.argv else 0)\n"
+        "sys.exit(code)\n"
+    )
+    scontrol.chmod(0o755)
+    job = start("--iterations", "240", script=SCRIPT.replace("PATH={bin}", f"PATH={slow}:{{bin}}"))
+    job.wait_event("durable")
+    preempt(sandbox)
+    requeued = job.wait_event("requeued")
+    finished = job.wait_event("finished")
+    assert finished["time"] - requeued["time"] < Rules().takeover_s / 2
+    job.hurry(1)
+    job.assert_complete(240)
     assert job.record["Restarts"] == "1"
 
 

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
 from slurm_resil.agent.place import from_env
@@ -9,6 +12,7 @@ from slurm_resil.core.model import RunInfo
 from slurm_resil.core.settings import Settings
 from slurm_resil.launch import commands
 from slurm_resil.launch.commands import Move
+from slurm_resil.launch.moves import MoverKind
 
 
 def job(**changes):
@@ -102,7 +106,23 @@ def test_mover_is_an_mpi_step_with_one_process_per_node():
     last = commands.mover(job(), Move(kind="encode", iteration=40, finish=True, arguments=("--scheme", "xor")))
     assert last.argv[-4:] == ("--on-term", "finish", "--scheme", "xor")
     assert last.argv[last.argv.index("mover") + 1] == "encode"
-    assert "--job-name=resil-encode-40" in last.argv
+    assert "--job-name=resil-encode-40@1" in last.argv
+
+
+def test_no_step_has_the_name_of_one_of_another_attempt():
+    """They are killed by name, and a launcher may outlive its attempt."""
+
+    def names(attempt):
+        made = job(info=replace(job().info, attempt=attempt))
+        moves = [Move(kind=kind, iteration=40) for kind in get_args(MoverKind)]
+        made_of = [commands.mover(made, move) for move in moves]
+        made_of += [commands.ranks(made, 2, ["x"]), commands.agents(made, 2, ["n1"])]
+        made_of += [commands.mark(made, ["n1"], "/a", "b")]
+        return [command.step for command in made_of]
+
+    every = [*names(1), *names(2), *names(11)]
+    assert all(every)
+    assert len(set(every)) == len(every)
 
 
 def test_a_layout_too_long_for_a_variable_goes_to_a_file():

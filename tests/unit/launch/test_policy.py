@@ -125,15 +125,6 @@ def test_stop_saves_drains_waits_for_the_ranks_and_continues():
     assert b.on(m.Asked(signum=signal.SIGTERM)) == [m.Finish(code=75, words="the job starts again")]
 
 
-def test_an_attempt_that_slurm_counts_as_over_does_not_wait_for_a_kill_that_may_never_come():
-    b = Bench()
-    b.notice()
-    b.on(m.StopReached(iteration=44))
-    b.on(m.RanksEnded(verdict=OK))
-    b.drained(44)
-    assert kinds(b.on(m.Continued(accepted=True, already=True))) == [m.Goodbye, m.Finish]
-
-
 def test_stop_interrupts_a_capped_drain_of_an_older_checkpoint():
     b = Bench()
     b.on(m.SealedAll(iteration=40))
@@ -373,28 +364,6 @@ def test_a_known_deadline_replaces_the_assumed_one():
     b.notice(deadline=200.0)
     b.on(m.StopReached(iteration=44))
     assert m.Continue not in kinds(b.tick(100.0))
-
-
-def test_unanswered_requeue_is_asked_again_and_a_refused_one_is_not():
-    b = Bench()
-    b.notice()
-    b.on(m.StopReached(iteration=4))
-    b.on(m.RanksEnded(verdict=OK))
-    request = b.drained(4)[-1]
-    assert b.on(m.Continued(accepted=False, words="no answer")) == []
-    assert b.tick(3.0) == [request]
-    finish = b.on(m.Continued(accepted=False, final=True, words="cancelled by its owner"))[-1]
-    assert finish.code == 75
-    assert "cancelled" in finish.words
-
-
-def test_an_engine_that_takes_the_job_over_and_does_nothing_is_passed_by():
-    b = Bench()
-    b.on(m.NodeLost(node="n2", why="x"))
-    request = b.probed("n2")[-1]
-    b.on(m.Continued(accepted=True))
-    again = b.tick(61.0)
-    assert again == [m.Continue(reason="node_loss", bad_nodes=request.bad_nodes, level=Level.DURABLE, alone=True)]
 
 
 @pytest.mark.parametrize("seed", range(60))
