@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from slurm_resil.core import faults, fsio, paths
+from slurm_resil.core import faults, fsio, paths, spare
 from slurm_resil.core.errors import DataError, ResilError
 from slurm_resil.core.model import CheckpointState
 from slurm_resil.core.retention import Checkpoint
@@ -104,8 +104,9 @@ class LocalCatalog:
         directory = paths.redundancy(self.job_dir)
         found = [(name, parsed) for name in _names(directory) if (parsed := paths.parse_member(name)) is not None]
         for name, _ in sorted((one for one in found if one[1][0] == iteration), key=lambda one: one[1][2] != "json"):
+            path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
+                os.unlink(path) if name.endswith(".json") else spare.retire(path)
 
     def quarantine(self, iteration: int, rank: int, reason: str) -> str | None:
         """Move a bad shard's manifest out of the candidates; its slot stays as evidence until it is reused.

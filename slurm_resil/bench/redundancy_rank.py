@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -14,9 +13,8 @@ import numpy as np
 
 from slurm_resil.comm import mpi
 from slurm_resil.comm.base import Bytes, Communicator, allgather_json
-from slurm_resil.core import paths
 from slurm_resil.core.schemes import Scheme
-from slurm_resil.redundancy import gf
+from slurm_resil.redundancy import gf, member
 from slurm_resil.redundancy.encode import Options, encode
 from slurm_resil.redundancy.flow import SEGMENT_BYTES
 from slurm_resil.redundancy.geometry import Geometry
@@ -40,9 +38,12 @@ class Rank:
         self.peak_bytes = self._looks = 0
 
     def encode(self, scheme: Scheme) -> float:
-        """Encode once; seconds."""
-        for name in os.listdir(paths.redundancy(self.job_dir)) if os.path.isdir(paths.redundancy(self.job_dir)) else ():
-            os.unlink(os.path.join(paths.redundancy(self.job_dir), name))
+        """Encode, as one of many by the same scheme; seconds."""
+        self._encode(scheme)
+        return self._encode(scheme)
+
+    def _encode(self, scheme: Scheme) -> float:
+        member.prune(self.job_dir, [], [])
         options = Options(scheme=scheme, set_size=self.comm.size)
 
         def work() -> None:

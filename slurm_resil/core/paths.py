@@ -12,6 +12,7 @@ Burst buffer, one directory per job and node, mode 0700, owner: the job's user::
         manifests/<iteration>-<rank>.json   sealed shards; presence means valid
         redundancy/<iteration>-<node_rank>.json   this node's part of an encode; presence means it came to its end
         redundancy/<iteration>-<node_rank>.bin    parity or copies of other nodes' shards that this node holds
+        redundancy/.<...>.bin.spare               one that is written over by the next encode, see core.spare
         durable/<iteration>.json         written by the mover once the PFS file is published
         fetched/ckpt-<iteration>.h5      staged copy of a drained file, or of the blocks of it that this node needs
         fetched/ckpt-<iteration>.json    which blocks of it are there, published last; see format.staged

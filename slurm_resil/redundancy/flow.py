@@ -21,7 +21,9 @@ from slurm_resil.core.errors import ResilError
 from slurm_resil.core.throttle import Throttle
 from slurm_resil.redundancy import gf
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 4 << 20  # at most: a larger one costs fewer messages for the same bytes
+LEAST_BYTES = 1 << 20
+BUFFERS_BYTES = 48 << 20  # of a rank, about
 AGREE_BYTES = 32 << 20  # read on a rank between two agreements
 _UNDER_WAY = 3  # slots: one is worked on while the next ones are on their way
 
@@ -30,7 +32,7 @@ class Source(Protocol):
     """A stream of this rank that is read; segments come in order, each once."""
 
     def read(self, at: int, buffer: Bytes) -> Bytes:
-        """Read as many bytes as a buffer has from a place in the stream; returns it, filled, or where they lie anyway.
+        """Read as many bytes as a buffer has from a place in the stream; returns it, filled.
 
         Raises:
             DataError: The bytes are not there.
@@ -138,6 +140,7 @@ class Flow:
         self._comm, self._sums, self._sources, self._sinks = comm, sums, sources, sinks
         self._throttle, self._stop, self._passing, self._progress = throttle, stop, passing, progress
         self._slots = self._plan()
+        self._segment = self._agreed_segment()
         self._math = gf.Workspace()
         self._spare: list[Bytes] = []
         self._totals: dict[int, Bytes] = {}  # sums of this rank that are being made, of this round
@@ -151,8 +154,8 @@ class Flow:
             TryAgainError: Asked to stop, on any rank.
             ResilError: Something could not be read or written, on any rank; the same on all.
         """
-        rounds = self._comm.max(max((-(-one.nbytes // SEGMENT_BYTES) for one in self._sums), default=0))
-        group = max(1, AGREE_BYTES // (SEGMENT_BYTES * max(1, self._comm.max(len(self._slots)))))
+        rounds = self._comm.max(max((-(-one.nbytes // self._segment) for one in self._sums), default=0))
+        group = max(1, AGREE_BYTES // (self._segment * max(1, self._comm.max(len(self._slots)))))
         for first in range(0, rounds, group):
             self._some(range(first, min(first + group, rounds)))
             if agree(self._comm, self._problem, asked=self._stop()):
@@ -174,10 +177,20 @@ class Flow:
                     slot.adds.append((number, term))
         return [slots[number] for number in sorted(slots)]
 
+    def _agreed_segment(self) -> int:
+        """Bytes of a segment, the same on all ranks: as many as fit the memory of the one that needs most."""
+        me = self._comm.rank
+        widest = max((len(slot.reads) + len(slot.adds) for slot in self._slots), default=0)
+        buffers = self._comm.max(_UNDER_WAY * widest + sum(one.rank == me for one in self._sums))
+        segment = SEGMENT_BYTES
+        while segment > LEAST_BYTES and buffers * segment > BUFFERS_BYTES:
+            segment //= 2
+        return segment
+
     def _some(self, rounds: range) -> None:
         under_way: deque[_Step] = deque()
         for number in rounds:
-            at = number * SEGMENT_BYTES
+            at = number * self._segment
             for slot in self._slots:
                 under_way.append(self._begin(slot, at))
                 if len(under_way) == _UNDER_WAY:
@@ -188,7 +201,7 @@ class Flow:
     def _begin(self, slot: _Slot, at: int) -> _Step:
         step = _Step(slot, at, {}, [], {}, [], {})
         for number, term in slot.adds:
-            size = _here(term.nbytes, at)
+            size = self._here(term.nbytes, at)
             if size and term.rank != self._comm.rank:
                 step.received[number] = buffer = self._buffer()
                 step.receiving[number] = self._comm.irecv(buffer[:size], term.rank)
@@ -202,7 +215,7 @@ class Flow:
                 step.read[stream] = self._sources[stream].read(at, buffer[:size])
             self._progress(size)
         for number, term in slot.sends:
-            size = _here(term.nbytes, at)
+            size = self._here(term.nbytes, at)
             if size:
                 step.sending.append(self._comm.isend(step.read[term.stream][:size], self._sums[number].rank))
         return step
@@ -210,13 +223,13 @@ class Flow:
     def _reads(self, slot: _Slot, at: int) -> Iterator[tuple[int, Hashable]]:
         """Streams to read, each as far as any of its sums needs it."""
         for stream, nbytes in slot.reads.items():
-            size = _here(nbytes, at)
+            size = self._here(nbytes, at)
             if size:
                 yield size, stream
 
     def _finish(self, step: _Step) -> None:
         for number, term in step.slot.adds:
-            if _here(self._sums[number].nbytes, step.at):
+            if self._here(self._sums[number].nbytes, step.at):
                 self._add(step, number, term)
         for sending in step.sending:
             sending.wait()
@@ -225,7 +238,7 @@ class Flow:
     def _add(self, step: _Step, number: int, term: Term) -> None:
         """Add a term to its sum, and write the sum if it was the last one."""
         one = self._sums[number]
-        size, whole = _here(term.nbytes, step.at), _here(one.nbytes, step.at)
+        size, whole = self._here(term.nbytes, step.at), self._here(one.nbytes, step.at)
         total = self._totals.get(number)
         if total is not None and one.factor != 1:
             self._math.double(total[: gf.round_up(whole)], one.factor)
@@ -256,7 +269,7 @@ class Flow:
             self._spare.append(total)
 
     def _buffer(self) -> Bytes:
-        return self._spare.pop() if self._spare else np.zeros(SEGMENT_BYTES, np.uint8)
+        return self._spare.pop() if self._spare else np.zeros(self._segment, np.uint8)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
@@ -268,7 +281,6 @@ class Flow:
         except OSError as error:
             self._problem = self._problem or from_os_error(error, "moving shards between nodes")
 
-
-def _here(nbytes: int, at: int) -> int:
-    """Bytes of a stream in the segment that begins at ``at``."""
-    return max(0, min(SEGMENT_BYTES, nbytes - at))
+    def _here(self, nbytes: int, at: int) -> int:
+        """Bytes of a stream in the segment that begins at ``at``."""
+        return max(0, min(self._segment, nbytes - at))

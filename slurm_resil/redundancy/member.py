@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from slurm_resil.comm.base import Bytes
-from slurm_resil.core import fsio, paths
+from slurm_resil.core import fsio, paths, spare
 from slurm_resil.core.errors import DataError, ResilError, TryAgainError
 from slurm_resil.format import blocks
 from slurm_resil.format.manifest import BLOCK_BYTES, Document, digest
@@ -190,8 +190,9 @@ class ParityWriter:
         self._part = os.path.join(os.path.dirname(self._path), f".{os.path.basename(self._path)}.part")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._part)  # of a mover that was killed
+        taken = spare.take(self._part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self._part, flags, 0o600)
+        self._fd = os.open(self._part, flags, 0o600) if taken is None else taken
         try:
             make_room(self._fd, sum(parity.nbytes for parity in parities), self._part)
         except BaseException:
@@ -252,6 +253,9 @@ class ParityReader:
         self.manifest = manifest
         self.path = paths.parity(job_dir, manifest.iteration, manifest.node_rank)
         self._fd = own_file(self.path, size=manifest.file_bytes)
+        if not spare.hold(self._fd, self.path):
+            os.close(self._fd)
+            raise DataError(f"{self.path} is missing: it was removed a moment ago", path=self.path, fault="missing")
 
     def __enter__(self) -> Self:
         return self
@@ -351,5 +355,6 @@ def prune(job_dir: str, keep: Sequence[int], whole: Sequence[int]) -> None:
     names = [(parsed, name) for name in os.listdir(directory) if (parsed := paths.parse_member(name))]
     for (iteration, _, _), name in sorted(names, key=lambda pair: pair[0][2] != "json"):  # manifests go first
         if iteration not in stay:
+            path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
+                os.unlink(path) if name.endswith(".json") else spare.retire(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -193,7 +192,6 @@ class PackageReader:
         self._layout = _Layout(package)
         self._stack = contextlib.ExitStack()
         self._fds: list[int] = []
-        self._maps: list[Bytes | None] = []  # of slots that lie in memory: they are sent from there
         self._names: list[str] = []
         self._texts: list[bytes] = []
         self.manifests: list[ShardManifest] = []
@@ -223,9 +221,6 @@ class PackageReader:
         fd = own_file(name, size=shard.file_bytes)
         self._stack.callback(os.close, fd)
         self._fds.append(fd)
-        self._maps.append(
-            np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8) if fsio.in_memory(fd) else None
-        )
         self._names.append(name)
         self._texts.append(text)
         self.manifests.append(manifest)
@@ -259,11 +254,9 @@ class PackageReader:
             DataError: A slot ends too early.
             OSError: It cannot be read.
         """
+        # read, not mapped even where it lies in memory: a fault for each page of a mapping costs more than the copy
         done, view = 0, buffer.data
         for index, offset, skip, size in self._layout.pieces(at, buffer.size):
-            mapped = self._maps[index]
-            if mapped is not None and size == buffer.size and offset >= 0:
-                return mapped[offset + skip : offset + skip + size]
             if offset < 0:
                 view[done : done + size] = self._texts[index][skip : skip + size]
             else:
@@ -461,15 +454,17 @@ def pwrite_all(fd: int, view: memoryview, at: int) -> None:
 
 
 def make_room(fd: int, nbytes: int, path: str) -> None:
-    """Give a new file its size, if there is the space for it; who writes it finds out if that is taken meanwhile.
+    """Give a file its size, if there is the space for it; who writes it finds out if that is taken meanwhile.
 
     Raises:
         SpaceError: There is not so much.
     """
-    free = os.statvfs(os.path.dirname(path))
-    if free.f_bavail * free.f_frsize < nbytes:
+    space = os.statvfs(os.path.dirname(path))
+    free = space.f_bavail * space.f_frsize
+    needed = nbytes - os.fstat(fd).st_blocks * 512
+    if free < needed:
         raise SpaceError(
-            f"no space for {path}: {nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are free",
+            f"no space for {path}: {needed} bytes are needed, {free} are free",
             mend="use a larger burst buffer, larger sets ([redundancy] set_size) or fewer slots (SLURM_RESIL_SLOTS)",
             path=path,
         )

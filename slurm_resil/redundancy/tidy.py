@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_resil.core import paths, pins
+from slurm_resil.core import paths, pins, spare
 from slurm_resil.redundancy.files import own_directory
 
 
@@ -46,7 +46,7 @@ def waste(job_dir: str, durable: int | None) -> list[Waste]:
     listed = sorted(os.listdir(directory))
     found = []
     for name in listed:
-        # hidden: ".<name>.part" of parities, ".<name>.<pid>.<random>.tmp" of a manifest
+        # hidden: ".<name>.part" and ".<name>.spare" of parities, ".<name>.<pid>.<random>.tmp" of a manifest
         plain = name[1:].split(".json.")[0].split(".bin.")[0] if name.startswith(".") else os.path.splitext(name)[0]
         parsed = paths.parse_member(f"{plain}.json")
         if parsed is None:
@@ -55,6 +55,7 @@ def waste(job_dir: str, durable: int | None) -> list[Waste]:
         if whole and (durable is None or parsed[0] >= durable):
             continue
         why = f"iteration {durable} is durable" if whole else "its encode never came to its end"
+        why = "kept for the next encode to write over" if name.endswith(spare.ENDING) else why
         with contextlib.suppress(FileNotFoundError):
             size = os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
             found.append(Waste(name=name, iteration=parsed[0], nbytes=size, why=why))

@@ -278,7 +278,10 @@ def test_only_the_two_newest_stay(tmp_path):
         protect(here, "xor")
     kept = {one.iteration for node in range(2) for one in member.listed(here.job_dir(node))[0]}
     assert kept == {ITERATION + 2, ITERATION + 3}
-    assert len(os.listdir(paths.redundancy(here.job_dir(0)))) == 4
+    names = [f"{ITERATION + number:010d}-000000" for number in range(4)]
+    there = {f"{name}.{ending}" for name in names[2:] for ending in ("json", "bin")}
+    # the next encode writes over the one that went last
+    assert set(os.listdir(paths.redundancy(here.job_dir(0)))) == {*there, f".{names[1]}.bin.spare"}
 
 
 def test_shards_are_pinned_while_they_are_encoded(tmp_path):
