@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,19 @@ def load_into(state: Mapping[str, object], values: Any, source: Source, options:
     _Walker(plan).mapping(state, values, (), top=True)
     plan.refuse()
     source.verify(plan.wants)
-    plan.run()
+    with _trainable():
+        plan.run()
     return plan.report
+
+
+@contextlib.contextmanager
+def _trainable() -> Iterator[None]:
+    """Leave inference mode: what is made in it can never be trained on, such as an optimizer's state."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def anchored(live: object) -> bool:

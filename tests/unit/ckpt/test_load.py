@@ -210,3 +210,16 @@ def test_training_goes_on_bit_for_bit(tmp_path):
         w.load(job, resumed)
         w.train(resumed, 4)
         assert w.bits(resumed) == w.bits(straight)
+
+
+def test_a_restore_in_inference_mode_can_be_trained_on(tmp_path):
+    """The restore makes optimizer state that is not there yet; the next iteration has to be able to change it."""
+    job = w.job(tmp_path)
+    saved, other = w.training(1, 2), w.training(2)
+    with torch.inference_mode():
+        w.save_new(job, saved)
+        w.load(job, other)
+    assert w.bits(other) == w.bits(saved)
+    for state in (saved, other):
+        w.train(state, 2)
+    assert w.bits(other) == w.bits(saved)
