@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slurm_resil.ckpt import dtypes, meta, plain
+from slurm_resil.ckpt import dtypes, meta, names, plain
 from slurm_resil.ckpt import state as states
 from slurm_resil.ckpt.plain import Path, where
 from slurm_resil.ckpt.planning import KEEP_KINDS, Plan, holds, kind_of
@@ -24,7 +24,7 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
     """Compare a module: the same names on both sides; its parameters and buffers are filled in place."""
     if not plan.expect(node, "module", path):
         return
-    inner = states.unwrap(live)
+    inner = names.unwrap(live)
     entries = states.module_entries(live, path)
     own = [*inner.parameters(), *inner.buffers()]
     ids = {id(tensor) for tensor in own}
@@ -48,12 +48,16 @@ def module(plan: Plan, live: nn.Module, node: Any, path: Path) -> None:
             else:  # a copy that a hook made, or extra state: only load_state_dict can take it
                 copies[name] = _decoding(plan, here, entry, at)
     for name, buffer in inner.named_buffers():
-        if name not in entries and meta.is_meta(buffer):
-            plan.missing((*path, name), text="is on the meta device, and no state dict has it: give it values first")
+        plain_name = names.plain_name(inner, name)
+        if plain_name not in entries and meta.is_meta(buffer):
+            plan.missing(
+                (*path, plain_name), text="is on the meta device, and no state dict has it: give it values first"
+            )
 
     def load() -> None:
         whole = inner.state_dict(keep_vars=True)
-        whole.update({name: value() for name, value in copies.items()})
+        known = names.plain_names(inner, whole, path)
+        whole.update({known.get(name, name): value() for name, value in copies.items()})
         try:
             inner.load_state_dict(whole)
         except Exception as error:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from slurm_resil.ckpt import plain
+from slurm_resil.ckpt import names, plain
 from slurm_resil.ckpt.plain import Path, where
 from slurm_resil.core.errors import StateError
 from slurm_resil.format.manifest import Extent
@@ -35,29 +35,22 @@ class Sharded:
     extents: tuple[Extent, ...]
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Take off wrappers that only change names: DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            return module
-
-
 def module_entries(module: nn.Module, path: Path) -> dict[str, object]:
-    """Entries of a module's state dict: its own parameters and buffers, not copies.
+    """Entries of a module's state dict: its own parameters and buffers, not copies; by names without wrappers.
 
     Raises:
-        StateError: It cannot give one.
+        StateError: It cannot give one, or two entries have one name.
     """
     if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
         raise StateError(f"{where(path)}: FSDP1 modules cannot be stored", mend="use fully_shard (FSDP2)")
+    inner = names.unwrap(module)
     try:
-        return dict(unwrap(module).state_dict(keep_vars=True))
+        entries = dict(inner.state_dict(keep_vars=True))
     except Exception as error:
         raise StateError(f"{where(path)}: state_dict() failed: {error!r}") from error
+    if not names.marked(entries):
+        return entries
+    return {plain: entries[name] for plain, name in names.plain_names(inner, entries, path).items()}
 
 
 def parameter_paths(state: Mapping[str, object]) -> dict[int, Path]:
@@ -68,8 +61,9 @@ def parameter_paths(state: Mapping[str, object]) -> dict[int, Path]:
     while stack:
         value, path = stack.pop()
         if isinstance(value, nn.Module):
-            for name, parameter in unwrap(value).named_parameters(remove_duplicate=False):
-                found.setdefault(id(parameter), (*path, name))
+            inner = names.unwrap(value)
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), (*path, names.plain_name(inner, name)))
         elif id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Mapping):
@@ -101,14 +95,14 @@ def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 def optimizer_names(optimizer: torch.optim.Optimizer, paths: Mapping[int, Path]) -> list[list[Path]]:
     """Path of every parameter, by group; one that no module of the state has is called by its place, ``#<n>``."""
-    names, count = [], 0
+    found, count = [], 0
     for group in optimizer.param_groups:
         row = []
         for parameter in group["params"]:
             row.append(paths.get(id(parameter), (f"#{count}",)))
             count += 1
-        names.append(row)
-    return names
+        found.append(row)
+    return found
 
 
 def stateful_dict(value: Any, path: Path) -> object:
